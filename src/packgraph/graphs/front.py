@@ -14,6 +14,7 @@ A trace is pure: code that changes Python state, hooks a gradient or draws numbe
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -24,7 +25,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
@@ -36,7 +37,11 @@ import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import OptimizedModule, set_enable_dynamic
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import (
+    FailOnRecompileLimitHit,
+    ObservedAttributeError,
+    TorchDynamoException,
+)
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
@@ -47,6 +52,7 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
@@ -187,7 +193,9 @@ class Classes:
     """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
     environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: Sequence[CodeType]) -> None:
+        """code: That was traced."""
+        self._code = code
         self._kinds = dict[type, dict[str, Any]]()
         self.modules = dict[str, None]()  # sources of those that were read
         self.values = dict[str, None]()  # of numbers that may be equal and not the same
@@ -200,13 +208,8 @@ class Classes:
             if isinstance(entry.value, torch.nn.Module):
                 self.modules.setdefault(_name(entry.orig_guard))
             name = _name(entry.orig_guard)
-            if _COMPILED in name or isinstance(entry.value, OptimizedModule):
-                raise CaptureError(
-                    "forward calls a function or module that you have compiled, which a trace "
-                    "would read through",
-                    "",
-                    "compile the whole module: packgraph.graph(module, compile=True)",
-                )
+            if _COMPILED in name or _is_compiled(entry.value):
+                raise _compiled()
             if _ARRAY in name or isinstance(entry.value, numpy.ndarray):
                 raise CaptureError(
                     f"forward reads an array of numpy ({_in_words(name)}), whose numbers a graph "
@@ -221,6 +224,8 @@ class Classes:
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
+                    if any(map(self._has_compiled, self._kinds[base].values())):
+                        raise _compiled()
         self._tables = [
             held
             for kind in self._kinds
@@ -231,6 +236,10 @@ class Classes:
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
         self._versions = list(map(dict_version, self._tables))
         return [not _name(entry.orig_guard).endswith(_FLAG) for entry in entries]
+
+    def _has_compiled(self, method: Any) -> bool:
+        inside = getattr(getattr(method, "__func__", method), _COMPILED, None)
+        return getattr(inside, "__code__", None) in self._code
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -258,6 +267,21 @@ _FLAG = ".READING"  # of fallback.py
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _ARRAY = "___from_numpy("  # how Dynamo gets at an array
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return isinstance(value, OptimizedModule) or value._compiled_call_impl is not None
+    return value is torch.compile
+
+
+def _compiled() -> CaptureError:
+    return CaptureError(
+        "forward calls a function or module that you have compiled, which a trace would read "
+        "through",
+        "",
+        "compile the whole module: packgraph.graph(module, compile=True)",
+    )
 
 
 def _methods(kind: type) -> dict[str, Any]:
@@ -342,7 +366,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             restart_reasons=set(),
         )
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
-            classes = Classes()
+            classes = Classes(found.tracer_output.output_graph.traced_code)
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with _neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
@@ -402,13 +426,29 @@ def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _guarding_absence(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What a dictionary has under a key; guards that there is none, where Dynamo does not."""
+def _guarding_absent_keys(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What a dictionary has under a key; a guard tells that there is none, which Dynamo leaves
+    out."""
 
     def find(table: Any, asking: Any, key: Any) -> Any:
         if key not in table:
             table.install_dict_contains_guard(asking, [key])
         return method(table, asking, key)
+
+    return find
+
+
+def _guarding_absent_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An attribute of an object; a guard tells that there is none, which Dynamo leaves out."""
+
+    def find(found: Any, asking: Any, name: str) -> Any:
+        try:
+            return method(found, asking, name)
+        except ObservedAttributeError:
+            if found.source is not None:
+                absent = functools.partial(GuardBuilder.HASATTR, attr=name)
+                install_guard(found.source.make_guard(absent))
+            raise
 
     return find
 
@@ -430,34 +470,33 @@ _CAPTURING = torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream
 
 @contextlib.contextmanager
 def _answering_as_eager_code() -> Iterator[None]:
-    table = torch_variables.tracing_state_functions
-    answers = _Answers(table() | dict.fromkeys(_CAPTURING, False))
+    answers = _Answers(torch_variables.tracing_state_functions() | dict.fromkeys(_CAPTURING, False))
     handlers = torch_variables.TorchInGraphFunctionVariable._get_handlers()
     rules = get_torch_obj_rule_map()
     before = {asked: rules[asked] for asked in _CAPTURING if asked in rules}
     handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
     rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
-    torch_variables.tracing_state_functions = lambda: answers
-    safe_grad = meta_utils.safe_grad
-    method, grouped = GetAttrVariable.call_method, meta._meta_grouped_mm_common
-    meta._meta_grouped_mm_common = _of_any_dtype(grouped)
-    builder.safe_grad = meta_utils.safe_grad = lambda tensor: None  # no business of a forward
-    GetAttrVariable.call_method = _knowing_module_names(method)  # type: ignore[method-assign]
-    find = ConstDictVariable.getitem_const_raise_exception_if_absent
-    ConstDictVariable.getitem_const_raise_exception_if_absent = _guarding_absence(find)  # type: ignore[method-assign]
+    substitutes: dict[tuple[Any, str], Callable[[Any], Any]] = {
+        (torch_variables, "tracing_state_functions"): lambda _: lambda: answers,
+        (meta, "_meta_grouped_mm_common"): _of_any_dtype,
+        (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
+        (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
+        (GetAttrVariable, "call_method"): _knowing_module_names,
+        (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _guarding_absent_keys,
+        (UserDefinedObjectVariable, "var_getattr"): _guarding_absent_attributes,
+    }
     fallback.READING = True
     try:
-        yield
+        with contextlib.ExitStack() as at_end:
+            for (home, name), substitute in substitutes.items():
+                at_end.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, substitute(getattr(home, name)))
+            yield
     finally:
         fallback.READING = False
         for asked in _CAPTURING:
             del handlers[asked], rules[asked]
         rules |= before
-        torch_variables.tracing_state_functions = table
-        builder.safe_grad = meta_utils.safe_grad = safe_grad
-        meta._meta_grouped_mm_common = grouped
-        GetAttrVariable.call_method = method  # type: ignore[method-assign]
-        ConstDictVariable.getitem_const_raise_exception_if_absent = find  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

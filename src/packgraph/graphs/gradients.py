@@ -74,18 +74,24 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
-def _counts_of_a_gradient() -> tuple[int, int]:
+def _counts_of_a_gradient() -> tuple[int, int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    return sys.getrefcount(grad), int(_storage_uses(_storage_of(grad)))
+    uses = int(_storage_uses(_storage_of(grad)))
+    return sys.getrefcount(grad), uses, sys.getrefcount(grad.untyped_storage())
 
 
-# References to the object and uses of the storage of a gradient that only its parameter holds, as
-# counted by a function with one local variable for it. Versions of torch and Python differ in it.
+# References to the object, uses of the storage and references to the storage's object of a gradient
+# that only its parameter holds, as counted by a function with one local variable for it. Versions
+# of torch and Python differ in it.
 # No Python function may stand between: a call of one holds its arguments once more while any thread
 # runs code of torch.compile, which replaces the interpreter's evaluation of frames.
-_REFERENCES, _USES = _counts_of_a_gradient()
+_REFERENCES, _USES, _STORAGE_REFERENCES = _counts_of_a_gradient()
+
+
+def _is_storage_held(tensor: torch.Tensor) -> bool:
+    return sys.getrefcount(local_tensor(tensor).untyped_storage()) > _STORAGE_REFERENCES
 
 
 class GradientBuffer:
@@ -123,7 +129,16 @@ class GradientBuffer:
         `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage
         # more.
-        return sys.getrefcount(self.shown) > 2 or _storage_uses(self._storage) > _USES + 1
+        return (
+            sys.getrefcount(self.shown) > 2
+            or _storage_uses(self._storage) > _USES + 1
+            or _is_storage_held(self.tensor)
+        )
+
+    def show_anew(self) -> None:
+        """From now on another tensor of the same memory is shown: users may have marked the old
+        one, hooked it or kept weak references to it, and autograd has counted writes to it."""
+        self.shown = self.tensor.data
 
 
 class _Aside(NamedTuple):
@@ -201,12 +216,15 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             and (
                 sys.getrefcount(grad) > _REFERENCES
                 or _storage_uses(_storage_of(grad)) > _USES
+                or _is_storage_held(grad)
                 or not _placed_alike(grad, buffer.tensor)
             )
         ):
             content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
         else:
+            if grad is None:
+                buffer.show_anew()
             buffer.parameter.grad = buffer.shown
         if grad is None:
             cleared.append(local_tensor(buffer.tensor))

@@ -292,21 +292,31 @@ class _Replay(torch.autograd.Function):
         if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
             _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        casts = torch.is_autocast_enabled(region.modes.device_type)
-        backward = None if casts else region.backwards.get(pattern)
-        if backward is not None:
+        reason, backward = _unlike_captured(region, lease, gradients), region.backwards.get(pattern)
+        if backward is not None and reason is None:
             signal, results = _replay_backward(region, backward, gradients, lease)
         else:
-            signal, results = _recompute(region, pattern, gradients, ctx, casts)
+            signal, results = _recompute(region, pattern, gradients, ctx, reason)
         if returned:
             expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
+def _unlike_captured(region: Region, lease: SlotLease, gradients: Gradients) -> str | None:
+    """Why no captured backward stands for one that begins now, if that is known."""
+    if torch.is_autocast_enabled(region.modes.device_type):
+        return fallback.UNDER_AUTOCAST
+    if lease.is_spent(region.number):
+        return fallback.AGAIN
+    strided = all(each is None or each.layout is torch.strided for each in gradients)
+    return None if strided else fallback.SPARSE
+
+
 def _recompute(
-    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, casts: bool
+    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, reason: str | None
 ) -> tuple[Any, list[Any]]:
-    """Run a backward eagerly that nobody has captured, and learn its pattern."""
+    """Run a backward eagerly that nobody has captured, and learn its pattern. reason: Why, if it
+    has none."""
     lease, known = ctx.lease, region.context.gradients
     if any(map(is_sharded, region.parameters.parameters)):
         raise _refuse_separate(region)
@@ -314,8 +324,8 @@ def _recompute(
         lease.start_backward(region.number)
     with torch.no_grad():
         found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-    if casts:
-        known.runs_under_autocast()
+    if reason is not None:
+        known.runs_eagerly(reason)
     else:
         known.learn(region.number, list(region.backwards), pattern)
     with lease.slots.launches:
