@@ -51,7 +51,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.misc import GetAttrVariable, PythonModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
@@ -156,7 +156,7 @@ class Trace:
     def _bits_now(self, owner: Any) -> bytes | None:
         try:
             return marshal.dumps(self._values({"owner": owner, **self._cells()}, self._globals), 2)
-        except Exception:  # it is not there any more, as a guard will tell
+        except USER_ERRORS:  # it is not there any more, as a guard will tell
             return None
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
@@ -453,6 +453,18 @@ def _guarding_absent_attributes(method: Callable[..., Any]) -> Callable[..., Any
     return find
 
 
+def _guarding_absent_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether a module of Python has a name, with a guard, which Dynamo leaves out."""
+
+    def find(found: Any, asking: Any, name: str) -> Any:
+        if found.source is not None and not hasattr(found.value, name):
+            absent = functools.partial(GuardBuilder.HASATTR, attr=name)
+            install_guard(found.source.make_guard(absent))
+        return method(found, asking, name)
+
+    return find
+
+
 def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The form of a grouped product, of which torch knows that of bfloat16 alone."""
 
@@ -484,6 +496,7 @@ def _answering_as_eager_code() -> Iterator[None]:
         (GetAttrVariable, "call_method"): _knowing_module_names,
         (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _guarding_absent_keys,
         (UserDefinedObjectVariable, "var_getattr"): _guarding_absent_attributes,
+        (PythonModuleVariable, "call_obj_hasattr"): _guarding_absent_names,
     }
     fallback.READING = True
     try:
