@@ -15,7 +15,7 @@ GAPS = {
     "a replay",
     "module_replaced_in_sys_modules": "a module of Python is read once: another one in sys.modules "
     "under its name is not seen",
-    "an ordered dict's order": "an OrderedDict is compared as a dict, without move_to_end",
+    "OrderedDict, moved to the end": "an OrderedDict is compared as a dict, without move_to_end",
     "a function beneath torch.nn.functional": "functions that torch's own functions call (torch."
     "layer_norm) are not compared, if they are replaced",
 }

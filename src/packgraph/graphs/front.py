@@ -14,7 +14,6 @@ A trace is pure: code that changes Python state, hooks a gradient or draws numbe
 """
 
 import contextlib
-import functools
 import gc
 import importlib
 import logging
@@ -28,7 +27,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-import numpy
 import torch
 import torch._dynamo.convert_frame as convert_frame
 import torch._dynamo.variables.builder as builder
@@ -36,12 +34,8 @@ import torch._dynamo.variables.torch as torch_variables
 import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
-from torch._dynamo.eval_frame import OptimizedModule, set_enable_dynamic
-from torch._dynamo.exc import (
-    FailOnRecompileLimitHit,
-    ObservedAttributeError,
-    TorchDynamoException,
-)
+from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
@@ -50,9 +44,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.misc import GetAttrVariable, PythonModuleVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
@@ -77,6 +69,13 @@ from packgraph.graphs.errors import (
 from packgraph.graphs.key import CONSTANTS
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.unguarded import (
+    ABSENCES,
+    let_go_of_tensors,
+    refuse_compiled_method,
+    refuse_sizes,
+    refuse_value,
+)
 from packgraph.packing.batch import PackedBatch
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -180,9 +179,6 @@ class Trace:
         return {name: cell.cell_contents for name, cell in self._closure.items()}
 
 
-_SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
-
-
 def _reading(sources: Sequence[str]) -> Any:
     """A function of locals and globals that evaluates expressions of Dynamo's."""
     values = "".join(f"{source}, " for source in sources)
@@ -208,15 +204,7 @@ class Classes:
             if isinstance(entry.value, torch.nn.Module):
                 self.modules.setdefault(_name(entry.orig_guard))
             name = _name(entry.orig_guard)
-            if _COMPILED in name or _is_compiled(entry.value):
-                raise _compiled()
-            if _ARRAY in name or isinstance(entry.value, numpy.ndarray):
-                raise CaptureError(
-                    f"forward reads an array of numpy ({_in_words(name)}), whose numbers a graph "
-                    "would keep",
-                    "",
-                    "make it a tensor: a buffer of the module",
-                )
+            refuse_value(_in_words(name), entry.value)
             if _may_be_alike(entry.value) and "L['state']" not in name:
                 self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
@@ -224,8 +212,8 @@ class Classes:
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
-                    if any(map(self._has_compiled, self._kinds[base].values())):
-                        raise _compiled()
+                    for method in self._kinds[base].values():
+                        refuse_compiled_method(method, self._code)
         self._tables = [
             held
             for kind in self._kinds
@@ -236,10 +224,6 @@ class Classes:
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
         self._versions = list(map(dict_version, self._tables))
         return [not _name(entry.orig_guard).endswith(_FLAG) for entry in entries]
-
-    def _has_compiled(self, method: Any) -> bool:
-        inside = getattr(getattr(method, "__func__", method), _COMPILED, None)
-        return getattr(inside, "__code__", None) in self._code
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -264,24 +248,7 @@ _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
 )
 _FLAG = ".READING"  # of fallback.py
-_COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
-_ARRAY = "___from_numpy("  # how Dynamo gets at an array
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
-
-
-def _is_compiled(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return isinstance(value, OptimizedModule) or value._compiled_call_impl is not None
-    return value is torch.compile
-
-
-def _compiled() -> CaptureError:
-    return CaptureError(
-        "forward calls a function or module that you have compiled, which a trace would read "
-        "through",
-        "",
-        "compile the whole module: packgraph.graph(module, compile=True)",
-    )
 
 
 def _methods(kind: type) -> dict[str, Any]:
@@ -329,13 +296,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
-        if _SIZES in graph.code:
-            raise CaptureError(
-                "the size of a tensor depends on numbers of another one, which are read on the "
-                "host",
-                "",
-                "make tensors of fixed sizes",
-            )
+        refuse_sizes(graph.code)
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
         return run or graph.forward
@@ -365,14 +326,14 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             one_graph=True,
             restart_reasons=set(),
         )
+        output: Any = found.tracer_output.output_graph
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
-            classes = Classes(found.tracer_output.output_graph.traced_code)
+            classes = Classes(output.traced_code)
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with _neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
     identity, run, code_of_graph, sources = made
-    output = found.tracer_output.output_graph
-    if output is not None and output.random_calls:
+    if output.random_calls:
         raise CaptureError(
             "forward draws random numbers of Python, which a replay would not draw again",
             "",
@@ -380,24 +341,14 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         )
     if run is not None:
         names[identity] = run
-    elif output is not None:
-        _let_go_of_tensors(output)
+    else:
+        let_go_of_tensors(output)
     made_function = FunctionType(found.bytecode, names, closure=closure)
     owner = arguments["owner"]
     result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
-
-
-def _let_go_of_tensors(output: Any) -> None:
-    """Clears the weak references of a trace to what it has read: torch.utils.swap_tensors takes no
-    tensor that has any."""
-    output.tracing_context.tensor_to_context.clear()
-    for mode in {output.tracing_context.fake_mode, getattr(output, "_old_fake_mode", None)} - {None}:
-        seen = mode.fake_tensor_converter.meta_converter.describer
-        seen.lookup_tensor.clear()
-        seen.lookup_storage.clear()
 
 
 class _Answers(dict[Any, Any]):
@@ -424,45 +375,6 @@ def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(attribute, *args)
 
     return call
-
-
-def _guarding_absent_keys(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What a dictionary has under a key; a guard tells that there is none, which Dynamo leaves
-    out."""
-
-    def find(table: Any, asking: Any, key: Any) -> Any:
-        if key not in table:
-            table.install_dict_contains_guard(asking, [key])
-        return method(table, asking, key)
-
-    return find
-
-
-def _guarding_absent_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An attribute of an object; a guard tells that there is none, which Dynamo leaves out."""
-
-    def find(found: Any, asking: Any, name: str) -> Any:
-        try:
-            return method(found, asking, name)
-        except ObservedAttributeError:
-            if found.source is not None:
-                absent = functools.partial(GuardBuilder.HASATTR, attr=name)
-                install_guard(found.source.make_guard(absent))
-            raise
-
-    return find
-
-
-def _guarding_absent_names(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether a module of Python has a name, with a guard, which Dynamo leaves out."""
-
-    def find(found: Any, asking: Any, name: str) -> Any:
-        if found.source is not None and not hasattr(found.value, name):
-            absent = functools.partial(GuardBuilder.HASATTR, attr=name)
-            install_guard(found.source.make_guard(absent))
-        return method(found, asking, name)
-
-    return find
 
 
 def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -494,10 +406,7 @@ def _answering_as_eager_code() -> Iterator[None]:
         (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
         (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
         (GetAttrVariable, "call_method"): _knowing_module_names,
-        (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _guarding_absent_keys,
-        (UserDefinedObjectVariable, "var_getattr"): _guarding_absent_attributes,
-        (PythonModuleVariable, "call_obj_hasattr"): _guarding_absent_names,
-    }
+    } | ABSENCES
     fallback.READING = True
     try:
         with contextlib.ExitStack() as at_end:
@@ -537,8 +446,8 @@ def _leaving_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _neutral() -> Iterator[None]:
-    """Within the block there is no autocast, which guards of tensors would see: backwards, and calls
-    in another mode, ask them, too."""
+    """Within the block there is no autocast, which guards of tensors would see: backwards, and
+    calls in another mode, ask them, too."""
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
@@ -626,8 +535,8 @@ def _refuse_effects(output: Any) -> None:
 
 
 def _is_put_back(output: Any, variable: Any) -> bool:
-    """Whether what the traced code sets has in the end the value that it had; a guard sees to it that
-    it has it before the next call, too."""
+    """Whether what the traced code sets has in the end the value that it had; a guard sees to it
+    that it has it before the next call, too."""
     items = vars(variable).get("items")
     if isinstance(items, dict | list) and not items:
         scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}

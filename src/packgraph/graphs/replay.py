@@ -56,7 +56,7 @@ from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settin
 from packgraph.graphs.output_gradients import KeyGradients, is_seen
 from packgraph.graphs.parameters import expect_visits, has_hooks, is_sharded
 from packgraph.graphs.program import Program, close_objects
-from packgraph.graphs.recompute import recompute_gradients
+from packgraph.graphs.recompute import recompute_gradients, unlike_captured
 from packgraph.graphs.region import (
     Backward,
     Inner,
@@ -292,7 +292,7 @@ class _Replay(torch.autograd.Function):
         if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
             _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        reason, backward = _unlike_captured(region, lease, gradients), region.backwards.get(pattern)
+        reason, backward = unlike_captured(region, lease, gradients), region.backwards.get(pattern)
         if backward is not None and reason is None:
             signal, results = _replay_backward(region, backward, gradients, lease)
         else:
@@ -300,16 +300,6 @@ class _Replay(torch.autograd.Function):
         if returned:
             expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
-
-
-def _unlike_captured(region: Region, lease: SlotLease, gradients: Gradients) -> str | None:
-    """Why no captured backward stands for one that begins now, if that is known."""
-    if torch.is_autocast_enabled(region.modes.device_type):
-        return fallback.UNDER_AUTOCAST
-    if lease.is_spent(region.number):
-        return fallback.AGAIN
-    strided = all(each is None or each.layout is torch.strided for each in gradients)
-    return None if strided else fallback.SPARSE
 
 
 def _recompute(

@@ -64,7 +64,6 @@ def counter_in_ctypes():
 
 @case
 def counter_on_a_function():
-
     train(Own(lambda m, x: m.l(x) * bump()), observe=lambda m: bump.n)
 
 
@@ -170,7 +169,6 @@ def storage_copy():
 
 @case
 def storage_byte_read_of_input():
-
     train(
         Own(lambda m, x, f: m.l(x) * (2.0 if f.untyped_storage()[0] else 1.0)),
         inp=lambda i: (X(i), torch.full((4,), int(i >= 5), dtype=torch.uint8)),
@@ -179,11 +177,10 @@ def storage_byte_read_of_input():
 
 @case
 def pointer_read():
-
     train(
         Own(
             lambda m, x: m.l(x) * ctypes.c_float.from_address(m.w.data_ptr()).value,
-            buffers=dict(w=torch.ones(1)),
+            buffers={"w": torch.ones(1)},
         ),
         lambda m, i, g: m.w.fill_(1.0 + (i >= 5)),
     )
@@ -226,13 +223,11 @@ def from_numpy_inside_forward():
 
 @case
 def number_that_python_counts():
-
     train(Own(lambda m, x: m.l(x) * float(threading.Thread().name.split("-")[1])))
 
 
 @case
 def frombuffer_of_a_bytearray():
-
     def ch(m, i, g):
         m.raw[:] = np.full(4, i, dtype=np.float32).tobytes()
 
@@ -354,7 +349,6 @@ def out_argument_of_a_held_tensor():
 
 @case
 def quantile_of_a_tensor():
-
     train(
         Own(lambda m, x, q: torch.quantile(m.l(x), q, dim=1)),
         inp=lambda i: (X(i), torch.tensor([0.1 * (1 + i % 5)])),
@@ -363,13 +357,11 @@ def quantile_of_a_tensor():
 
 @case
 def masked_scatter():
-
     train(Own(lambda m, x: m.l(x).masked_scatter(x > 0, m.o(x))))
 
 
 @case
 def full_of_a_tensor():
-
     train(
         Own(lambda m, x, a: m.l(x) * torch.full((4,), a)),
         inp=lambda i: (X(i), torch.tensor(float(i))),
@@ -378,7 +370,6 @@ def full_of_a_tensor():
 
 @case
 def roll_by_a_tensor():
-
     train(
         Own(lambda m, x, a: torch.roll(m.l(x), a, 1) * X(3)),
         inp=lambda i: (X(i), torch.tensor(1 + i % 3)),
@@ -404,7 +395,6 @@ def embedding_max_norm():
 
 @case
 def segment_reduce():
-
     train(
         Own(lambda m, x, n: torch.segment_reduce(m.l(x), "sum", lengths=n, unsafe=True)),
         inp=lambda i: (X(i), torch.tensor([1, 2] if i % 2 else [2, 1])),

@@ -20,7 +20,6 @@ SCALE = 1.0
 # ---- arguments
 @case
 def same_tensor_twice():
-
     def call(g, x, i):
         return g(x, x)
 
@@ -70,7 +69,6 @@ def batch_norm_statistics_as_argument():
 
 @case
 def is_contiguous_asked_from_the_start():
-
     train(
         Own(lambda m, x: m.l(x) if x.is_contiguous() else m.o(x)),
         inp=lambda i: X(i, 3, 8)[:, :4],
@@ -80,7 +78,6 @@ def is_contiguous_asked_from_the_start():
 
 @case
 def as_strided_of_a_slice():
-
     train(
         Own(lambda m, x: m.l(torch.as_strided(x, (2, 4), (x.stride(0) if False else 8, 1))[:, :4])),
         inp=lambda i: X(i, 3, 8)[:, :4],
@@ -90,7 +87,6 @@ def as_strided_of_a_slice():
 
 @case
 def contiguous_returned():
-
     def back(out, m, x, i):
         rec(out[1].is_contiguous())
         out[1].view(-1)
@@ -123,7 +119,6 @@ def channels_last_of_one_channel():
 
 @case
 def parameter_argument_in_turns():
-
     train(
         Own(lambda m, x: m.l(x) * (2.0 if isinstance(x, nn.Parameter) else 1.0)),
         inp=lambda i: nn.Parameter(X(i)) if i == 5 else X(i).requires_grad_(),
@@ -142,7 +137,6 @@ def label(v):
 
 @case
 def attribute_of_a_string_argument():
-
     train(
         Own(lambda m, x, given: m.l(x) * given.scale),
         inp=lambda i: (X(i), label(1.0 if i < 5 else 2.0)),
@@ -201,7 +195,6 @@ def registered_pytree_argument_with_method():
 
 @case
 def zero_dim_and_empty_inputs():
-
     train(
         Own(lambda m, x, a, e: (m.l(x) * a + e.sum(), torch.cat([e, e]))),
         inp=lambda i: (X(i), torch.tensor(1.0 + i), torch.zeros(0, 4)),
@@ -210,7 +203,6 @@ def zero_dim_and_empty_inputs():
 
 @case
 def default_device_in_turns():
-
     def call(g, x, i):
         with torch.device("cpu") if i % 2 else contextlib.nullcontext():
             return g(x)
@@ -233,7 +225,6 @@ def numpy_of_an_output_kept():
 
 @case
 def parameter_holding_output():
-
     train(Own(lambda m, x: (m.l(x), nn.Parameter(torch.ones(2)))))
 
 
@@ -377,7 +368,6 @@ def other_shapes_accumulate():
 
 @case
 def swap_tensors_of_a_weight():
-
     train(
         Own(lambda m, x: m.o(torch.tanh(m.l(x)))),
         late(lambda m: torch.utils.swap_tensors(m.l.weight, nn.Parameter(torch.ones(4, 4)))),
@@ -558,7 +548,6 @@ def weight_norm_and_spectral_norm():
 
 @case
 def load_state_dict_assign():
-
     train(
         Own(lambda m, x: m.o(torch.tanh(m.l(x)))),
         lambda m, i, g: (

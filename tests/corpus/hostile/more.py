@@ -79,7 +79,6 @@ class WithFunction(nn.Parameter):
 
 @case
 def parameter_subclass_with_torch_function():
-
     HERE.SCALE = 3.0
     train(Own(lambda m, x: m.l(x) * m.w, w=WithFunction(torch.ones(4))), late(lambda m: setg(2.0)))
 
@@ -113,5 +112,4 @@ def submodule_compiled_by_own_backend():
 
 @case
 def control_plain_global():
-
     train(Own(lambda m, x: m.l(x) * SCALE), late(lambda m: setg(2.0)))

@@ -17,12 +17,14 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import torch
+import torch.fx
 import torch.nn.functional as F
 from corpus.hostile.kit import G, Lin, Own, X, case, hset, late, rec, train
 from torch import nn
 
 HERE = sys.modules[__name__]
 SCALE = 1.0
+TEXT = "{0.SCALE}"
 hconf = Alias = reg_instances = BUF = None  # set by cases
 
 
@@ -118,7 +120,6 @@ class CopyMe2:
 
 @case
 def copy_copy_of_a_config():
-
     train(Own(lambda m, x: m.l(x) * copy.copy(m.c).v, c=CopyMe2()), late(lambda m: setg(2.0)))
 
 
@@ -132,7 +133,6 @@ class Shown:
 
 @case
 def str_of_an_object_chooses():
-
     train(
         Own(
             lambda m, x: m.l(x) * m.table[f"{m.mode}"],
@@ -150,7 +150,6 @@ class Fresh:
 
 @case
 def instance_made_by_type_of_attribute():
-
     train(Own(lambda m, x: m.l(x) * type(m.c)().v, c=Fresh()), late(lambda m: setg(2.0)))
 
 
@@ -182,7 +181,6 @@ class MyPartial(functools.partial):
 
 @case
 def partial_subclass():
-
     train(Own(lambda m, x: m.f(m.l(x)), f=MyPartial(torch.tanh)), late(lambda m: setg(2.0)))
 
 
@@ -214,7 +212,6 @@ class HasScaled:
 
 @case
 def property_subclass():
-
     train(Own(lambda m, x: m.l(x) * m.c.v, c=HasScaled()), late(lambda m: setg(2.0)))
 
 
@@ -270,7 +267,6 @@ def object_array_of_lists():
 
 @case
 def numpy_poly1d():
-
     train(
         Own(lambda m, x: m.l(x) * float(m.p(0.5)), p=np.poly1d([1.0, 0.0])),
         late(lambda m: m.p.coeffs.__setitem__(0, 2.0)),
@@ -279,7 +275,6 @@ def numpy_poly1d():
 
 @case
 def numpy_frompyfunc():
-
     train(
         Own(lambda m, x: m.l(x) * float(m.f(1.0)), f=np.frompyfunc(lambda t: t * SCALE, 1, 1)),
         late(lambda m: setg(2.0)),
@@ -288,7 +283,6 @@ def numpy_frompyfunc():
 
 @case
 def future_that_gets_its_result():
-
     train(
         Own(
             lambda m, x: m.l(x) * (m.f.result() if m.f.done() else 1.0),
@@ -300,7 +294,6 @@ def future_that_gets_its_result():
 
 @case
 def contextlib_closing():
-
     train(
         Own(
             lambda m, x: m.l(x) * m.c.thing.scale,
@@ -312,7 +305,6 @@ def contextlib_closing():
 
 @case
 def xml_element():
-
     train(
         Own(lambda m, x: m.l(x) * float(m.e.get("scale")), e=ET.fromstring("<a scale='1.0'/>")),
         late(lambda m: m.e.set("scale", "2.0")),
@@ -338,7 +330,6 @@ def ctypes_char_p_into_a_buffer():
 # ---- names
 @case
 def builtin_function_replaced():
-
     def ch(m):
         builtins.max = lambda *a: 2.0
 
@@ -386,7 +377,6 @@ fetch = getattr
 
 @case
 def getattr_by_another_name():
-
     train(
         Own(lambda m, x: m.l(x) * fetch(hset, m.key), key="SCALE"),
         late(lambda m: setattr(hset, "SCALE", 2.0)),
@@ -395,7 +385,6 @@ def getattr_by_another_name():
 
 @case
 def frame_globals():
-
     train(
         Own(lambda m, x: m.l(x) * sys._getframe().f_globals["SCA" + "LE"]),
         late(lambda m: setg(2.0)),
@@ -414,7 +403,7 @@ def callers_local_variable():
     m = M()
     g = G(m)
     for i in range(8):
-        heat_of_the_loop = 1.0 if i < 5 else 2.0
+        heat_of_the_loop = 1.0 if i < 5 else 2.0  # noqa: F841
         out = g(X(i))
         rec(f"step {i}", out)
         out.sum().backward()
@@ -422,9 +411,8 @@ def callers_local_variable():
 
 @case
 def format_string_reads_attribute():
-
     train(
-        Own(lambda m, x: m.l(x) * float(f"{hset.SCALE}")),
+        Own(lambda m, x: m.l(x) * float(TEXT.format(hset))),
         late(lambda m: setattr(hset, "SCALE", 2.0)),
     )
 
@@ -438,7 +426,6 @@ def patched_torch_special():
 
 @case
 def patched_einsum_of_functional():
-
     old = torch.einsum
     train(
         Own(lambda m, x: torch.einsum("ij,kj->ik", m.l(x), x)),
@@ -448,10 +435,11 @@ def patched_einsum_of_functional():
 
 @case
 def fx_graph_module_with_leaf_function():
-    import torch.fx
+    class M(Lin):
+        def forward(self, x):
+            return leaf_for_fx(self.l(x))
 
-    t = torch.fx.symbolic_trace(Own(lambda m, x: leaf_for_fx(m.l(x))))
-    train(t, late(lambda m: setg(2.0)))
+    train(torch.fx.symbolic_trace(M()), late(lambda m: setg(2.0)))
 
 
 def leaf_for_fx(x):
@@ -474,7 +462,6 @@ def singledispatch_registered_later():
 
 @case
 def typed_dict_and_chainmap():
-
     train(
         Own(lambda m, x: m.l(x) * m.c["w"], c=collections.ChainMap({}, {"w": 1.0})),
         late(lambda m: m.c.maps.__setitem__(0, {"w": 2.0})),
@@ -532,13 +519,11 @@ class Scaled(nn.Parameter):
 
 @case
 def parameter_subclass_method():
-
     train(Own(lambda m, x: m.l(x) * m.w.scaled(), w=Scaled(torch.ones(4))))
 
 
 @case
 def version_of_a_parameter():
-
     train(
         Own(lambda m, x: m.l(x) * (2.0 if m.l.weight._version > 4 else 1.0)),
         opt=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
@@ -547,11 +532,10 @@ def version_of_a_parameter():
 
 @case
 def shared_memory_flag():
-
     train(
         Own(
             lambda m, x: m.l(x) * m.b * (2.0 if m.b.is_shared() else 1.0),
-            buffers=dict(b=torch.ones(4)),
+            buffers={"b": torch.ones(4)},
         ),
         late(lambda m: m.b.share_memory_()),
     )
@@ -570,7 +554,7 @@ def tensor_subclass_buffer_class_state():
     train(
         Own(
             lambda m, x: (m.l(x) * m.b).as_subclass(torch.Tensor),
-            buffers=dict(b=torch.ones(4).as_subclass(T)),
+            buffers={"b": torch.ones(4).as_subclass(T)},
         ),
         late(lambda m: setg(2.0)),
     )
@@ -589,7 +573,6 @@ def generic_alias_origin():
 
 @case
 def instance_found_by_gc():
-
     class Reg:
         v = 1.0
 
