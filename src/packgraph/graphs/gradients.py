@@ -107,7 +107,7 @@ class GradientBuffer:
 
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
-        self.tensor = shown.detach()
+        self.tensor = shown.data  # users may see the versions of what is shown
         self._storage = _storage_of(shown)
         self._address = self.tensor.data_ptr()
 
@@ -196,13 +196,16 @@ class GradientBuffers:
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
     replay."""
-    if Attached(buffers).holds():
+    if (attached := Attached(buffers)).holds():
+        attached.count_writes()
         return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
+    addresses = dict(zip(map(_ADDRESS, buffers), buffers, strict=True))
     for buffer in buffers:
         grad = buffer.parameter.grad
         if buffer.is_attached(grad):
+            torch.autograd.graph.increment_version(buffer.shown)
             continue
         if gradient_dtype(buffer.parameter) != buffer.tensor.dtype:
             raise RuntimeError(
@@ -211,6 +214,12 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
                 "before packgraph.graph"
             )
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
+        other = grad if grad is None else addresses.get(local_tensor(grad).data_ptr())
+        if other is not None and other is not buffer and grad.numel():
+            raise RuntimeError(
+                "one tensor is the gradient of two parameters, to which graphs add by themselves: "
+                "give each a gradient of its own, or run such calls under packgraph.eager(...)"
+            )
         if held or (
             grad is not None
             and (
@@ -254,6 +263,10 @@ class Attached:
             all(map(operator.is_, found, map(_SHOWN, self._buffers)))
             and list(map(torch.Tensor.data_ptr, found)) == self._addresses
         )
+
+    def count_writes(self) -> None:
+        """Tells autograd that a replay adds to them, as it counts eager additions."""
+        torch.autograd.graph.increment_version(list(map(_SHOWN, self._buffers)))
 
 
 @torch.no_grad()

@@ -385,6 +385,7 @@ def _launch_backward(
         settle(aside)
         found = separate.take()
     elif backward.attached.holds():
+        backward.attached.count_writes()
         backward.graph.replay()
     else:
         aside = attach(backward.owned)

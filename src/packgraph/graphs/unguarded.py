@@ -1,6 +1,7 @@
 """Readings that Dynamo has no guard for: either it gets one here, or they are refused.
 
     a key, attribute or name that is not there     a guard that it is not
+    a module that is called                        a guard that nobody has compiled it
     an array of numpy                              refused: it is made a tensor, and not compared
     what users have compiled                       refused: Dynamo reads through it
     a size that depends on numbers                 refused: torch reads them on the host
@@ -18,8 +19,11 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from packgraph.graphs.errors import CaptureError
@@ -107,11 +111,23 @@ def _of_attributes(method: Method) -> Method:
 
 def _of_names(method: Method) -> Method:
     def find(found: Any, asking: Any, name: str) -> Any:
-        if not hasattr(found.value, name):
+        answer = method(found, asking, name)
+        if answer.is_python_constant() and not answer.as_python_constant():
             _guard_absence(found.source, name)
-        return method(found, asking, name)
+        return answer
 
     return find
+
+
+def _of_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: Any, *args: Any) -> Any:
+        refuse_value("", module.value)
+        if module.source is not None:
+            own = AttrSource(module.source, "_compiled_call_impl")
+            install_guard(own.make_guard(GuardBuilder.CONSTANT_MATCH))
+        return method(module, *args)
+
+    return call
 
 
 def _guard_absence(source: Any, name: str) -> None:
@@ -124,4 +140,6 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
+    (UserFunctionVariable, "call_obj_hasattr"): _of_names,
+    (UnspecializedNNModuleVariable, "call_function"): _of_calls,
 }

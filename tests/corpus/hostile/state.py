@@ -549,7 +549,8 @@ def tensor_subclass_buffer_class_state():
         @classmethod
         def __torch_function__(cls, func, types_, args=(), kwargs=None):
             out = super().__torch_function__(func, types_, args, kwargs or {})
-            return out * SCALE if func is torch.Tensor.mul else out
+            plain = out.as_subclass(torch.Tensor) if func is torch.Tensor.mul else out
+            return plain * SCALE if func is torch.Tensor.mul else out
 
     train(
         Own(
