@@ -296,7 +296,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
-        refuse_sizes(graph.code)
+            refuse_sizes(graph.code)
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
         return run or graph.forward

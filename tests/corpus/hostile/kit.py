@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from corpus.facts import ASKED
+from corpus.facts import ANY_ERROR, ASKED
 from torch import nn
 
 import packgraph
@@ -202,7 +202,7 @@ def _run_here(name, graphs):
         warnings.simplefilter("ignore")
         try:
             CASES[name]()
-        except BaseException as raised:  # noqa: BLE001
+        except ANY_ERROR as raised:
             where = traceback.extract_tb(raised.__traceback__)[-1]
             error = (
                 f"{type(raised).__name__}: {str(raised)[:300]} ({where.filename}:{where.lineno})"
