@@ -144,7 +144,7 @@ class Capturer:
             The reason to run eagerly, if there is one.
         """
         change = self._change(key, args, kwargs)
-        if self._looked and change is None:
+        if self._looked and change is None and key in self._dry_runs:
             return None
         if not are_leaves(self._module):
             return fallback.NOT_LEAVES

@@ -110,6 +110,16 @@ UNDER_AUTOCAST = _reason(
     "leave the torch.autocast block before loss.backward(): "
     "such a backward runs eagerly, after its forward was run again",
 )
+AGAIN = _reason(
+    "a second backward through one call (retain_graph=True)",
+    "add the losses and call backward once: "
+    "the second one runs eagerly, after its forward was run again",
+)
+SPARSE = _reason(
+    "an output got a sparse gradient",
+    "use dense gradients (nn.Embedding(sparse=False)): such a backward runs eagerly, after its "
+    "forward was run again",
+)
 NO_SLOT = _reason(
     "no free slot",
     "run the backward of earlier calls first or drop their outputs, or let "

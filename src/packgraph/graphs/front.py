@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -69,6 +69,13 @@ from packgraph.graphs.errors import (
 from packgraph.graphs.key import CONSTANTS, neutral
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.unguarded import (
+    ABSENCES,
+    let_go_of_tensors,
+    refuse_compiled_method,
+    refuse_sizes,
+    refuse_value,
+)
 from packgraph.packing.batch import PackedBatch
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -79,6 +86,7 @@ _READING = dict(
     skip_fwd_side_effects_in_bwd_under_checkpoint=True,
     allow_rnn=True,
     trace_autograd_ops=True,
+    skip_no_tensor_aliasing_guards_on_parameters=False,
 )
 
 
@@ -187,7 +195,9 @@ class Classes:
     """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
     environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: Sequence[CodeType]) -> None:
+        """code: That was traced."""
+        self._code = code
         self._kinds = dict[type, dict[str, Any]]()
         self.modules = dict[str, None]()  # sources of those that were read
         self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
@@ -203,13 +213,7 @@ class Classes:
                 self.modules.setdefault(name)
             if getattr(type(entry.value), "BAKED", False) and "L['state']" not in name:
                 self.baked.setdefault(name)
-            if _COMPILED in _name(entry.orig_guard):
-                raise CaptureError(
-                    "forward calls a function or module that you have compiled, which a trace "
-                    "would read through",
-                    "",
-                    "compile the whole module: packgraph.graph(module, compile=True)",
-                )
+            refuse_value(_in_words(name), entry.value)
             if _may_be_alike(entry.value) and "L['state']" not in name:
                 self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
@@ -217,6 +221,8 @@ class Classes:
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
+                    for method in self._kinds[base].values():
+                        refuse_compiled_method(method, self._code)
         self._tables = [
             held
             for kind in self._kinds
@@ -251,7 +257,6 @@ _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
 )
 _FLAG = ".READING"  # of fallback.py
-_COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
 
@@ -300,6 +305,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
+            refuse_sizes(graph.code)
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
         return run or graph.forward
@@ -329,8 +335,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             one_graph=True,
             restart_reasons=set(),
         )
+        output: Any = found.tracer_output.output_graph
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
-            classes = Classes()
+            classes = Classes(output.traced_code)
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
@@ -340,8 +347,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             if isinstance(value, torch.nn.Module | torch.Tensor):
                 del names_of_guards[name]  # torch 2.11 needed it to build them
     identity, run, code_of_graph, sources = made
-    output = found.tracer_output.output_graph
-    if output is not None and output.random_calls:
+    if output.random_calls:
         raise CaptureError(
             "forward draws random numbers of Python, which a replay would not draw again",
             "",
@@ -349,6 +355,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         )
     if run is not None:
         names[identity] = run
+    else:
+        let_go_of_tensors(output)
     made_function = FunctionType(found.bytecode, names, closure=closure)
     owner = arguments["owner"]
     sources = [*sources, *(name for name in classes.baked if name not in sources)]
@@ -401,31 +409,31 @@ _CAPTURING = torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream
 
 @contextlib.contextmanager
 def _answering_as_eager_code() -> Iterator[None]:
-    table = torch_variables.tracing_state_functions
-    answers = _Answers(table() | dict.fromkeys(_CAPTURING, False))
+    answers = _Answers(torch_variables.tracing_state_functions() | dict.fromkeys(_CAPTURING, False))
     handlers = torch_variables.TorchInGraphFunctionVariable._get_handlers()
     rules = get_torch_obj_rule_map()
     before = {asked: rules[asked] for asked in _CAPTURING if asked in rules}
     handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
     rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
-    torch_variables.tracing_state_functions = lambda: answers
-    safe_grad = meta_utils.safe_grad
-    method, grouped = GetAttrVariable.call_method, meta._meta_grouped_mm_common
-    meta._meta_grouped_mm_common = _of_any_dtype(grouped)
-    builder.safe_grad = meta_utils.safe_grad = lambda tensor: None  # no business of a forward
-    GetAttrVariable.call_method = _knowing_module_names(method)  # type: ignore[method-assign]
+    substitutes: dict[tuple[Any, str], Callable[[Any], Any]] = {
+        (torch_variables, "tracing_state_functions"): lambda _: lambda: answers,
+        (meta, "_meta_grouped_mm_common"): _of_any_dtype,
+        (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
+        (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
+        (GetAttrVariable, "call_method"): _knowing_module_names,
+    } | ABSENCES
     fallback.READING = True
     try:
-        yield
+        with contextlib.ExitStack() as at_end:
+            for (home, name), substitute in substitutes.items():
+                at_end.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, substitute(getattr(home, name)))
+            yield
     finally:
         fallback.READING = False
         for asked in _CAPTURING:
             del handlers[asked], rules[asked]
         rules |= before
-        torch_variables.tracing_state_functions = table
-        builder.safe_grad = meta_utils.safe_grad = safe_grad
-        meta._meta_grouped_mm_common = grouped
-        GetAttrVariable.call_method = method  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -529,8 +537,8 @@ def _refuse_effects(output: Any) -> None:
 
 
 def _is_put_back(output: Any, variable: Any) -> bool:
-    """Whether what the traced code sets has in the end the value that it had; a guard sees to it that
-    it has it before the next call, too."""
+    """Whether what the traced code sets has in the end the value that it had; a guard sees to it
+    that it has it before the next call, too."""
     items = vars(variable).get("items")
     if isinstance(items, dict | list) and not items:
         scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}

@@ -74,18 +74,24 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
-def _counts_of_a_gradient() -> tuple[int, int]:
+def _counts_of_a_gradient() -> tuple[int, int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    return sys.getrefcount(grad), int(_storage_uses(_storage_of(grad)))
+    uses = int(_storage_uses(_storage_of(grad)))
+    return sys.getrefcount(grad), uses, sys.getrefcount(grad.untyped_storage())
 
 
-# References to the object and uses of the storage of a gradient that only its parameter holds, as
-# counted by a function with one local variable for it. Versions of torch and Python differ in it.
+# References to the object, uses of the storage and references to the storage's object of a gradient
+# that only its parameter holds, as counted by a function with one local variable for it. Versions
+# of torch and Python differ in it.
 # No Python function may stand between: a call of one holds its arguments once more while any thread
 # runs code of torch.compile, which replaces the interpreter's evaluation of frames.
-_REFERENCES, _USES = _counts_of_a_gradient()
+_REFERENCES, _USES, _STORAGE_REFERENCES = _counts_of_a_gradient()
+
+
+def _is_storage_held(tensor: torch.Tensor) -> bool:
+    return sys.getrefcount(local_tensor(tensor).untyped_storage()) > _STORAGE_REFERENCES
 
 
 class GradientBuffer:
@@ -101,7 +107,7 @@ class GradientBuffer:
 
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
-        self.tensor = shown.detach()
+        self.tensor = shown.data  # users may see the versions of what is shown
         self._storage = _storage_of(shown)
         self._address = self.tensor.data_ptr()
 
@@ -123,7 +129,16 @@ class GradientBuffer:
         `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage
         # more.
-        return sys.getrefcount(self.shown) > 2 or _storage_uses(self._storage) > _USES + 1
+        return (
+            sys.getrefcount(self.shown) > 2
+            or _storage_uses(self._storage) > _USES + 1
+            or _is_storage_held(self.tensor)
+        )
+
+    def show_anew(self) -> None:
+        """From now on another tensor of the same memory is shown: users may have marked the old
+        one, hooked it or kept weak references to it, and autograd has counted writes to it."""
+        self.shown = self.tensor.data
 
 
 class _Aside(NamedTuple):
@@ -181,13 +196,16 @@ class GradientBuffers:
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
     replay."""
-    if Attached(buffers).holds():
+    if (attached := Attached(buffers)).holds():
+        attached.count_writes()
         return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
+    addresses = dict(zip(map(_ADDRESS, buffers), buffers, strict=True))
     for buffer in buffers:
         grad = buffer.parameter.grad
         if buffer.is_attached(grad):
+            torch.autograd.graph.increment_version(buffer.shown)
             continue
         if gradient_dtype(buffer.parameter) != buffer.tensor.dtype:
             raise RuntimeError(
@@ -196,17 +214,26 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
                 "before packgraph.graph"
             )
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
+        other = grad if grad is None else addresses.get(local_tensor(grad).data_ptr())
+        if other is not None and other is not buffer and grad.numel():
+            raise RuntimeError(
+                "one tensor is the gradient of two parameters, to which graphs add by themselves: "
+                "give each a gradient of its own, or run such calls under packgraph.eager(...)"
+            )
         if held or (
             grad is not None
             and (
                 sys.getrefcount(grad) > _REFERENCES
                 or _storage_uses(_storage_of(grad)) > _USES
+                or _is_storage_held(grad)
                 or not _placed_alike(grad, buffer.tensor)
             )
         ):
             content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
         else:
+            if grad is None:
+                buffer.show_anew()
             buffer.parameter.grad = buffer.shown
         if grad is None:
             cleared.append(local_tensor(buffer.tensor))
@@ -236,6 +263,10 @@ class Attached:
             all(map(operator.is_, found, map(_SHOWN, self._buffers)))
             and list(map(torch.Tensor.data_ptr, found)) == self._addresses
         )
+
+    def count_writes(self) -> None:
+        """Tells autograd that a replay adds to them, as it counts eager additions."""
+        torch.autograd.graph.increment_version(list(map(_SHOWN, self._buffers)))
 
 
 @torch.no_grad()

@@ -78,9 +78,9 @@ class KeyGradients:
             known[pattern] = None
             self.version += 1
 
-    def runs_under_autocast(self) -> None:
+    def runs_eagerly(self, reason: str) -> None:
         """Note a backward that captured ones do not stand for."""
-        self._fell_back(fallback.UNDER_AUTOCAST)
+        self._fell_back(reason)
 
     def forget(self) -> None:
         """Forget the patterns that were learned."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from packgraph.graphs import fallback
 from packgraph.graphs.checks.host_calls import watched_calls
 from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
 from packgraph.graphs.checks.operations import operation_of
@@ -23,7 +24,20 @@ from packgraph.graphs.checks.random_state import PastDraws, Redraw
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.parameters import without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
+from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
+
+
+def unlike_captured(
+    region: Region, lease: SlotLease, gradients: Sequence[torch.Tensor | None]
+) -> str | None:
+    """Why no captured backward stands for one that begins now, if that is known."""
+    if torch.is_autocast_enabled(region.modes.device_type):
+        return fallback.UNDER_AUTOCAST
+    if lease.is_spent(region.number):
+        return fallback.AGAIN
+    strided = all(each is None or each.layout is torch.strided for each in gradients)
+    return None if strided else fallback.SPARSE
 
 
 def recompute_gradients(

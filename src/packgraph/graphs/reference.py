@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, copied
@@ -277,7 +277,9 @@ class Reference:
                     forward_line(self.module),
                     LEAVE_OUT,
                 )
-            facts.note("the form of what is returned", repr((form, [*map(_form, leaves)])))
+            arguments = {id(leaf): place for place, leaf in enumerate(tree_leaves((args, kwargs)))}
+            same = [arguments.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            facts.note("the form of what is returned", repr((form, [*map(_form, leaves)], same)))
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     facts.note(f"output {number}", leaf)

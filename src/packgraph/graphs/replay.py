@@ -56,7 +56,7 @@ from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settin
 from packgraph.graphs.output_gradients import KeyGradients, is_seen
 from packgraph.graphs.parameters import expect_visits, has_hooks, is_sharded
 from packgraph.graphs.program import Program, close_objects
-from packgraph.graphs.recompute import recompute_gradients
+from packgraph.graphs.recompute import recompute_gradients, unlike_captured
 from packgraph.graphs.region import (
     Backward,
     Inner,
@@ -292,21 +292,21 @@ class _Replay(torch.autograd.Function):
         if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
             _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        casts = torch.is_autocast_enabled(region.modes.device_type)
-        backward = None if casts else region.backwards.get(pattern)
-        if backward is not None:
+        reason, backward = unlike_captured(region, lease, gradients), region.backwards.get(pattern)
+        if backward is not None and reason is None:
             signal, results = _replay_backward(region, backward, gradients, lease)
         else:
-            signal, results = _recompute(region, pattern, gradients, ctx, casts)
+            signal, results = _recompute(region, pattern, gradients, ctx, reason)
         if returned:
             expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
 def _recompute(
-    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, casts: bool
+    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, reason: str | None
 ) -> tuple[Any, list[Any]]:
-    """Run a backward eagerly that nobody has captured, and learn its pattern."""
+    """Run a backward eagerly that nobody has captured, and learn its pattern. reason: Why, if it
+    has none."""
     lease, known = ctx.lease, region.context.gradients
     if any(map(is_sharded, region.parameters.parameters)):
         raise _refuse_separate(region)
@@ -314,8 +314,8 @@ def _recompute(
         lease.start_backward(region.number)
     with torch.no_grad():
         found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-    if casts:
-        known.runs_under_autocast()
+    if reason is not None:
+        known.runs_eagerly(reason)
     else:
         known.learn(region.number, list(region.backwards), pattern)
     with lease.slots.launches:
@@ -385,6 +385,7 @@ def _launch_backward(
         settle(aside)
         found = separate.take()
     elif backward.attached.holds():
+        backward.attached.count_writes()
         backward.graph.replay()
     else:
         aside = attach(backward.owned)

@@ -13,7 +13,7 @@ from graphkit import make_toy, toy_inputs, toy_loss, train
 from torch import nn
 from tracekit import differences
 
-from packgraph.graphs import build
+from packgraph.graphs import build, fallback
 from packgraph.graphs.checks import host_sync as guard
 from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
@@ -136,9 +136,26 @@ def test_outputs_are_nan_between_capture_and_first_replay(monkeypatch):
 def test_a_second_backward_through_a_region_is_an_error_not_a_wrong_number():
     graphed = graph(make_toy(), warmup=0)
     loss = toy_loss(graphed(*toy_inputs(8)))
-    loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+def test_a_graph_that_is_kept_is_run_again_for_each_further_backward(granularity):
+    eager, module = make_toy(), make_toy()
+    graphed = graph(module, warmup=1, granularity=granularity)
+    for step in range(4):
+        for model in (eager, graphed):
+            torch.manual_seed(step)
+            loss = toy_loss(model(*toy_inputs(8)))
+            for kept in (True, True, False):
+                quiet(lambda loss=loss, kept=kept: loss.backward(retain_graph=kept))
+        for one, other in zip(eager.parameters(), module.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    assert graphed.stats.replayed == 3 and graphed.stats.fallbacks[fallback.AGAIN] >= 6
+    del loss
+    assert not graphed._slots.in_flight()
 
 
 def test_slots_return_when_a_loss_is_dropped_without_backward():
