@@ -425,7 +425,8 @@ def _answering_as_eager_code() -> Iterator[None]:
     fallback.READING = True
     try:
         with contextlib.ExitStack() as at_end:
-            for (home, name), substitute in substitutes.items():
+            there = {key: make for key, make in substitutes.items() if hasattr(*key)}
+            for (home, name), substitute in there.items():
                 at_end.callback(setattr, home, name, getattr(home, name))
                 setattr(home, name, substitute(getattr(home, name)))
             yield

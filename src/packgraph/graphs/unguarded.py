@@ -10,6 +10,7 @@ No table of names is kept here: what else the tracer takes for fixed, it takes f
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -131,12 +132,18 @@ def _of_calls(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_absence(source: Any, name: str) -> None:
-    if source is not None:
+    if source is None:
+        return
+    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
         install_guard(source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+    else:  # torch 2.11
+        install_guard(AttrSource(source, name).make_guard(GuardBuilder.HASATTR))
 
 
-# Dynamo's methods that look something up, and what makes another one of each, with a guard.
+# Dynamo's methods that look something up, and what makes another one of each, with a guard. A
+# version of torch has one of two names for that of attributes.
 ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (UserDefinedObjectVariable, "tp_getattro_impl"): _of_attributes,
     (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
