@@ -17,7 +17,6 @@ NAMES = {
     "PackgraphWarning",
     "Stage",
     "Stats",
-    "assume_constant",
     "control",
     "eager",
     "graph",

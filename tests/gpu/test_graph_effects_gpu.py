@@ -10,14 +10,13 @@ import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
 pytestmark = pytest.mark.gpu
 AUX = []
 KEPT = types.SimpleNamespace(log=None)
-COUNT = assume_constant(itertools.count())
+COUNT = itertools.count()
 
 
 def clear():

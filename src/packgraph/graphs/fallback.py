@@ -179,11 +179,6 @@ PATCHED = _reason(
     "replace the forward before "
     "packgraph.graph, of a class without stages, or change what the stages do",
 )
-HIDDEN_STATE = _reason(
-    "the module holds state that cannot be watched",
-    "see the warning: it names the attribute; draw "
-    "and count with torch, or say packgraph.assume_constant(object)",
-)
 TWICE = _reason(
     "gradients of the module are differentiated themselves (create_graph=True)",
     "nothing: a captured "
