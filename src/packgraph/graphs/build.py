@@ -108,8 +108,8 @@ class VariantBuild:
     """One build. gradients: what is known of gradients of calls like this one. changed: whether
     facts about the module hold no longer that graphs bake.
 
-    calls: entered around eager runs of the module. lends: gradients of the call's inputs are handed out as static memory. dry_run: of
-    the same call.
+    calls: entered around eager runs of the module. lends: gradients of the call's inputs are handed
+    out as static memory. dry_run: of the same call.
     """
 
     def __init__(

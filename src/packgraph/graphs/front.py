@@ -81,13 +81,13 @@ from packgraph.packing.batch import PackedBatch
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-_READING = dict(
-    skip_nnmodule_hook_guards=False,
-    skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-    allow_rnn=True,
-    trace_autograd_ops=True,
-    skip_no_tensor_aliasing_guards_on_parameters=False,
-)
+_READING = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    "allow_rnn": True,
+    "trace_autograd_ops": True,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+}
 
 
 class Trace:
@@ -147,8 +147,8 @@ class Trace:
         return found
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """The tensors and our objects from outside as they are now, by `names`, and numbers of which
-        there are others alike."""
+        """The tensors and our objects from outside as they are now, by `names`, and numbers of
+        which there are others alike."""
         found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
         return found
 

@@ -64,8 +64,10 @@ def _alike(trace: "Trace", now: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
 class Guards:
     """The guards of one captured call.
 
-    used: The traces that it has run, each with its owner. parameters: Of the module, by name. whole: The
-        first of the traces has the call's own arguments, which are looked at, too.
+    Args:
+        used: The traces that it has run, each with its owner.
+        parameters: Of the module, by name.
+        whole: The first of the traces has the call's own arguments, which are looked at, too.
     """
 
     def __init__(
@@ -109,8 +111,8 @@ class Guards:
         return read
 
     def add(self, trace: "Trace", owner: Any) -> None:
-        """One more trace has to hold, by which pieces are found: the modules that it has read have to
-        be the same ones."""
+        """One more trace has to hold, by which pieces are found: the modules that it has read have
+        to be the same ones."""
         self._use(trace, owner)
         self._lists.append((trace, owner, trace.modules(owner)))
 

@@ -177,7 +177,7 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
         if arg.device != device or arg.layout != torch.strided or _attributes(arg):
             return None
         strides = None if arg.is_contiguous() else own_strides(arg)
-        # A graph has copies of its arguments: that code asks what they were computed from is traced.
+        # A graph has copies: code that asks what made its arguments is read on the arguments.
         origin = arg.requires_grad and (True, arg.is_leaf)
         return (arg.shape, arg.dtype, origin, strides, arg.is_conj(), arg.is_neg())
     if isinstance(arg, CONSTANTS):
@@ -344,8 +344,8 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def row_major(tree: Any) -> Any:
-    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them; itself
-    if there are none."""
+    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them;
+    itself if there are none."""
 
     copies: dict[int, torch.Tensor] = {}
 
@@ -480,8 +480,8 @@ class CallModes(NamedTuple):
 
 @contextlib.contextmanager
 def neutral() -> Iterator[None]:
-    """Within the block there is no autocast, which guards of tensors would see: backwards, and calls
-    in another mode, ask them, too."""
+    """Within the block there is no autocast, which guards of tensors would see: backwards, and
+    calls in another mode, ask them, too."""
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)

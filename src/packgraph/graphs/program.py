@@ -240,8 +240,8 @@ def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within a block of `reading` these modules are read when they are called, as `Program.run` reads
-    stages."""
+    """Within a block of `reading` these modules are read when they are called, as `Program.run`
+    reads stages."""
     reader = Program(torch.nn.Module(), None, "chunk").reader
     hooks: dict[torch.nn.Module, Any] = {}
 

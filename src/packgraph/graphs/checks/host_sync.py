@@ -345,7 +345,7 @@ class CaptureChecker(CodeWatcher):
         with Unseen():
             operation = operation_of(func)
             if operation is not None:
-                operands, inputs, written = self._before(operation, args, kwargs)
+                inputs = self._before(operation, args, kwargs)
         if operation is None:
             return func(*args, **kwargs)
         result = (
@@ -360,8 +360,8 @@ class CaptureChecker(CodeWatcher):
 
     def _before(
         self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], Set[int], Set[int]]:
-        """What an operation is called with, and the storages that it reads and writes."""
+    ) -> Set[int]:
+        """Looks at an operation that is about to run: the storages that it is given."""
         operands = operands_of(args, kwargs)
         if self.refuse:
             refuse_unsafe(operation, args, kwargs, operands, self.device)
@@ -373,7 +373,7 @@ class CaptureChecker(CodeWatcher):
         for key, tensor in inputs.items():
             if key not in self.made:
                 self.external[key] = tensor
-        return operands, inputs.keys(), written.keys()
+        return inputs.keys()
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether the code has made the tensor's memory."""

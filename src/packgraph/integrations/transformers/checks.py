@@ -1,7 +1,6 @@
 """Why a model of transformers cannot be packed: everything that is known not to equal the model
 itself, document by document."""
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
