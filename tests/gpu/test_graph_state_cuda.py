@@ -9,8 +9,6 @@ import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs import parameters
-from packgraph.graphs.checks import module_state
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
@@ -171,9 +169,3 @@ def test_a_change_of_what_forward_reads_is_seen(case):
             eager.linear.weight.grad, module.linear.weight.grad
         )
     assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
-
-
-def test_the_check_works_by_torchs_own_means_on_a_device():
-    state = module_state.ModuleState(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda())
-    assert module_state.USE_VERSIONS and module_state.USE_GUARDS and parameters.COUNT_HOOKS
-    assert state._seal.holds() and state.changed() is None
