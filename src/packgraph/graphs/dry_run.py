@@ -192,9 +192,9 @@ class _CheckedRun:
                     "use torch.enable_grad() or torch.no_grad() as a context. " + LEAVE_OUT,
                 )
             refuse_changed_inputs(versions, given, self.program.describe(run))
-        outside = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
+        given_by_others = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
         for leaf in leaves_behind(tree_leaves(result), self.walked):
-            foreign = id(leaf) in outside if self.traces else not watch.has_made(leaf)
+            foreign = id(leaf) in given_by_others if self.traces else not watch.has_made(leaf)
             if foreign and id(leaf) not in self.known:
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "

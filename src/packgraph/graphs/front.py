@@ -181,9 +181,6 @@ class Trace:
             return "a number that forward reads"
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
 
-    def _cells(self) -> dict[str, Any]:
-        return {name: cell.cell_contents for name, cell in self._closure.items()}
-
 
 def _reading(sources: Sequence[str]) -> Any:
     """A function of locals and globals that evaluates expressions of Dynamo's."""
@@ -217,7 +214,7 @@ class Classes:
             if _may_be_alike(entry.value) and "L['state']" not in name:
                 self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
-            bases = (*kind.__mro__, *type(kind).__mro__) if entry.has_value else ()
+            bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
@@ -318,7 +315,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
-        torch._dynamo.config.patch(ignore_logger_methods=_log_calls(), **_READING),
+        torch._dynamo.config.patch({"ignore_logger_methods": _log_calls(), **_READING}),
         contextlib.nullcontext() if backend else _answering_as_eager_code(),
         _leaving_generators(),
         torch_function_mode_stack_state_mgr,
@@ -690,7 +687,7 @@ def chain(piece: CompileUnit) -> Code:
     return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
 
 
-def _read_only(piece: CompileUnit) -> FunctionType:
+def _read_only(piece: CompileUnit) -> Callable[[Any, State], None]:
     """The piece's stages as one function without a result: of what is only read, anything may be
     returned."""
     run = chain(piece)

@@ -76,10 +76,10 @@ class Guards:
         parameters: Mapping[str, torch.nn.Parameter],
         whole: bool = False,
     ) -> None:
-        self._used, self._whole = [], whole
+        self._used, self._whole = list[_Used](), whole
         self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
         self._classes = list[Any]()
-        found = {}
+        found = dict[int, tuple[str, torch.Tensor]]()
         for trace, owner in used:
             read = self._use(trace, owner)
             found |= {id(t): (name, t) for name, t in zip(trace.names, read, strict=False)}

@@ -44,6 +44,11 @@ class DryRun(NamedTuple):
     has_host_steps: bool = False
     guards: Guards | None = None
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs code of a forward again."""
+        return self.guards is not None and self.guards.recomputes
+
 
 Place = tuple[int, int]  # storage and address
 
