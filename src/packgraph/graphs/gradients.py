@@ -215,7 +215,8 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             )
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
         other = grad if grad is None else addresses.get(local_tensor(grad).data_ptr())
-        if grad is not None and other not in (None, buffer) and grad.numel():
+        is_other = other is not None and other is not buffer
+        if grad is not None and is_other and grad.numel():
             raise RuntimeError(
                 "one tensor is the gradient of two parameters, to which graphs add by themselves: "
                 "give each a gradient of its own, or run such calls under packgraph.eager(...)"
