@@ -41,6 +41,7 @@ from packgraph.graphs.program import (
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.undone import compiled_code, explained, undone
 
+SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
 )
@@ -109,6 +110,14 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
         with UnseenLoop():
             run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
         how(lambda: found.append(run(call.args, call.kwargs)))
+    for trace, _ in used:  # what has not been found at its line
+        if SIZES in trace.code:
+            raise CaptureError(
+                "the size of a tensor depends on numbers of another one, which are read on the "
+                "host",
+                forward_line(program.module),
+                "make tensors of fixed sizes",
+            )
     guards = Guards(
         used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
     )

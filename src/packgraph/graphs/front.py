@@ -73,7 +73,6 @@ from packgraph.graphs.unguarded import (
     ABSENCES,
     let_go_of_tensors,
     refuse_compiled_method,
-    refuse_sizes,
     refuse_value,
 )
 from packgraph.packing.batch import PackedBatch
@@ -302,7 +301,6 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
-            refuse_sizes(graph.code)
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
         return run or graph.forward

@@ -31,7 +31,6 @@ from packgraph.graphs.errors import CaptureError
 
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _ARRAY = "___from_numpy("  # how Dynamo gets at an array
-_SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
 
 Method = Callable[[Any, Any, Any], Any]
 
@@ -67,16 +66,6 @@ def _compiled() -> CaptureError:
         "",
         "compile the whole module: packgraph.graph(module, compile=True)",
     )
-
-
-def refuse_sizes(code: str) -> None:
-    """Raises CaptureError for a graph in which sizes depend on numbers. code: Of the graph."""
-    if _SIZES in code:
-        raise CaptureError(
-            "the size of a tensor depends on numbers of another one, which are read on the host",
-            "",
-            "make tensors of fixed sizes",
-        )
 
 
 def let_go_of_tensors(output: Any) -> None:

@@ -1,5 +1,6 @@
 """`packgraph.verify` of modules of one's own."""
 
+import sys
 import warnings
 
 import pytest
@@ -63,9 +64,10 @@ def test_a_broken_promise_is_found(monkeypatch):
     def changing():
         for number, batch in enumerate(batches()):
             if number == 4:
-                monkeypatch.setitem(SCALE, 0, 2.0)
+                SCALE[0] = 2.0
             yield batch
 
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", [1.0])
     found = packgraph.verify(Scaled(), changing())
     assert not found and found.steps == 5
     assert found.difference is not None and found.difference.name == "output 0"
