@@ -379,9 +379,10 @@ class Stash:
                 "Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
                 "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled"
             )
-        if fallback.READING:
+        reads = torch.compiler.is_compiling() and fallback.READING
+        if reads:
             assert self.identity or self.measures or self.pages is not None  # a graph bakes them
-        if self.identity or fallback.READING or are_others():
+        if self.identity or reads or are_others():
             yield
             return
         block = SavedRecord(self, offsets, rows, leave)
