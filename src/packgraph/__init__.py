@@ -13,7 +13,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from packgraph.graphs.checks.state_kinds import assume_constant as assume_constant
     from packgraph.graphs.errors import CaptureError as CaptureError
     from packgraph.graphs.errors import PackgraphWarning as PackgraphWarning
     from packgraph.graphs.fallback import Stats as Stats
@@ -47,7 +46,6 @@ __all__ = [
     "PackgraphWarning",
     "Stage",
     "Stats",
-    "assume_constant",
     "control",
     "eager",
     "graph",
@@ -75,7 +73,6 @@ _HOMES = {
     "PackgraphWarning": "graphs.errors",
     "Stage": "graphs.stages",
     "Stats": "graphs.fallback",
-    "assume_constant": "graphs.checks.state_kinds",
     "control": "graphs.graphed",
     "eager": "graphs.fallback",
     "graph": "graphs.graphed",

@@ -8,9 +8,10 @@ how a failing program is made small.
 
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -556,7 +557,11 @@ def entry_of(program: Program) -> Entry:
     current: dict[str, Any] = {}
 
     def make() -> nn.Module:
-        current.clear()
+        nonlocal current
+        module = sys.modules["program"] = ModuleType(
+            "program"
+        )  # tracers look code up by its module
+        current = vars(module)
         current.update(_namespace())
         exec(code, current)
         return current["Program"]()

@@ -22,7 +22,6 @@ from statekit import One, X, quietly
 from threadkit import Wide, together, whole
 from torch import Tensor, nn
 
-from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
@@ -260,8 +259,8 @@ def test_an_attribute_that_keeps_its_value_may_be_assigned() -> None:
 def test_who_calls_the_module_itself_may_meet_its_capture() -> None:
     """Parameters have stand-ins while a module is captured, which whoever calls what
     `packgraph.graph` returned waits for."""
-    asked, answered = (assume_constant(threading.Semaphore(0)) for _ in range(2))
-    seen = assume_constant(list[int]())
+    asked, answered = (threading.Semaphore(0) for _ in range(2))
+    seen = list[int]()
 
     def forward(module: Any, x: Tensor) -> Tensor:
         if threading.current_thread() is capturing:
@@ -302,7 +301,7 @@ def test_several_threads_cost_a_copy_of_gradients() -> None:
 
 def test_one_module_is_captured_at_a_time() -> None:
     lock = threading.Lock()
-    inside, most = assume_constant([0]), assume_constant([0])
+    inside, most = [0], [0]
 
     def forward(module: Any, x: Tensor) -> Tensor:
         with lock:
@@ -515,7 +514,7 @@ def test_what_autograd_cannot_see_between_forward_and_backward_is_not_seen(
 
 
 def test_a_backward_under_autocast_runs_its_forward_again() -> None:
-    calls = assume_constant(list[int]())
+    calls = list[int]()
 
     def forward(module: Any, x: Tensor) -> Tensor:
         calls.append(1)

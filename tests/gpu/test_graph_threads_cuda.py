@@ -271,6 +271,6 @@ def test_draws_of_a_backward_are_refused_in_autograds_thread():
 
     with (
         beside(lambda: random.random()),
-        pytest.raises(CaptureError, match="draws random numbers on the host"),
+        pytest.raises(CaptureError, match="cannot read"),
     ):
         graph(Module().cuda(), warmup=0, strict=True)(torch.ones(3, 4, device="cuda"))

@@ -377,11 +377,6 @@ CASES = {
         lambda m: m.c.update({1: m.c.pop(1)}),
         lambda m: m.c.update({1: 0}),
     ),
-    "an ordered dict's order": (
-        scaled(lambda m: next(iter(m.c)), c=lambda: collections.OrderedDict({1: 0, 2: 0})),
-        lambda m: m.c.move_to_end(1),
-        lambda m: m.c.update({1: 0}),
-    ),
     "a dict of a subclass": (
         scaled(lambda m: m.c["a"], c=lambda: collections.Counter(a=1)),
         lambda m: m.c.update(a=1),

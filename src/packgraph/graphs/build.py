@@ -11,7 +11,7 @@ back.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.backend import (
     Graph,
@@ -28,9 +28,9 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.checks.calls import DryRun, OperationLog, Place, Uses
-from packgraph.graphs.checks.escapes import refuse_shared_memory
+from packgraph.graphs.checks.calls import DryRun, Place, Uses
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.shared_memory import refuse_shared_memory
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import Accumulator, GradientBuffer, GradientBuffers
 from packgraph.graphs.key import CallModes, Layout, kernel_settings, layout_of
@@ -51,7 +51,13 @@ from packgraph.graphs.parameters import (
     local_tensor,
     static_gradient,
 )
-from packgraph.graphs.program import Program, hide_lengths
+from packgraph.graphs.program import (
+    Program,
+    cut_off,
+    detached_state,
+    hide_lengths,
+    numbers_of_tensors,
+)
 from packgraph.graphs.region import (
     Backward,
     Context,
@@ -102,15 +108,13 @@ class VariantBuild:
     """One build. gradients: what is known of gradients of calls like this one. changed: whether
     facts about the module hold no longer that graphs bake.
 
-    calls: entered around eager runs of the module. program: what is run, watched; plain: the same,
-    unwatched. lends: gradients of the call's inputs are handed out as static memory. dry_run: of
-    the same call.
+    calls: entered around eager runs of the module. lends: gradients of the call's inputs are handed
+    out as static memory. dry_run: of the same call.
     """
 
     def __init__(
         self,
         program: Program,
-        plain: Program,
         slot: Slot,
         window: Window,
         aliases: Aliases,
@@ -122,17 +126,15 @@ class VariantBuild:
         lends: bool,
         dry_run: DryRun,
     ) -> None:
-        self.program, self.plain, self.slot, self.window, self.aliases = (
+        self.program, self.slot, self.window, self.aliases = (
             program,
-            plain,
             slot,
             window,
             aliases,
         )
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
-        self.lends, self.dry_run, self.called = lends, dry_run, OperationLog()
-        self.called.tell_apart([*aliases.alias_of.values(), *plain.module.buffers()])
+        self.lends, self.dry_run = lends, dry_run
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
@@ -163,7 +165,6 @@ class VariantBuild:
             for memory in self.dry_run.written:
                 self.journal.before_write(memory)
         state = self.program.execute(state, self)
-        self._refuse_another_way()
         ends = []
         result = self.program.end(state)
         check_outputs(result)
@@ -222,7 +223,7 @@ class VariantBuild:
         facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
-        uses = Uses(self.storages, self.called)
+        uses = Uses(self.storages)
         captured, (result, aliases) = self.window.capture(
             lambda: self._run_captured(run, shown, leaves, uses)
         )
@@ -235,7 +236,7 @@ class VariantBuild:
         self.forwards[index] = _Forward(
             run, graph, inputs, facts, leaves, origins, outputs, statics, entries, parameters, uses
         )
-        made = self.made[index] = [_leaf(out) for out in outputs]
+        made = self.made[index] = [cut_off(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
@@ -244,21 +245,12 @@ class VariantBuild:
         words = self.program.label(run), what, f"slot {self.slot.index}", self.sizes
         return ProfiledGraph(range_name(*words), graph)
 
-    def _refuse_another_way(self) -> None:
-        """Raise CaptureError where forwards have called other operations than in the dry run.
-        Compiled code cannot, and has its inputs laid out anew there; but if it was run once only,
-        it may not either."""
-        different = self.called.difference_of_capture(self.dry_run.calls)
-        if different and (self.program.compiler is None or not self.dry_run.is_confirmed):
-            raise different
-
     def _run_captured(
         self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
     ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
         with uses, self.dry_run.constants.handing_out():
             result = self.program.run(run, shown)
-            uses.calls = None
             return result, owned_aliases(result, leaves)
 
     def _static_inputs(
@@ -403,7 +395,7 @@ class VariantBuild:
         reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(
-            partial(self.plain.run, forward.run),
+            partial(self.program.run, forward.run),
             self.changed,
             self.calls,
             self.gradients,
@@ -413,8 +405,8 @@ class VariantBuild:
             list(writes.values()),
             list(counted.values()),
             generators,
-            compiled=self.program.compiler is not None,
-            asks_later=self.dry_run.unpacks or runs_python(forward.outputs),
+            compiled=self.program.compiles,
+            asks_later=self.dry_run.recomputes or runs_python(forward.outputs),
         )
 
     def _changing(self, written: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -456,7 +448,7 @@ class VariantBuild:
         ]
         patterns = learned or [tuple(expected)]
         # Compiled code gives up what it has saved in its first backward.
-        patterns = patterns[-1:] if self.program.compiler is not None else patterns
+        patterns = patterns[-1:] if self.program.compiles else patterns
         return [pattern for pattern in patterns if any(layout is not None for layout in pattern)]
 
     def _capture_pattern(
@@ -677,17 +669,6 @@ def refuse_shared_copies(
             )
 
 
-def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """For the call's tensors, by identity, their numbers.
-
-    A tensor that the call has twice is left out: which of the two places is meant cannot be told,
-    and the next call may well have different tensors there.
-    """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    times = Counter(map(id, tensors))
-    return {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
-
-
 def _backward(
     starts: list[Any],
     gradients: list[Any],
@@ -708,31 +689,6 @@ def _backward(
         for leaf, grad_output in grad_outputs:
             if leaf.grad is not None:
                 grad_output.copy_(leaf.grad)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, cut from what made it."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
-    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as
-    they are.
-
-    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are
-    summed in eager's order. Any other becomes two: the next call with this key may well pass two
-    different ones.
-    """
-    cut: dict[int, torch.Tensor] = {}
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
-            return leaf
-        if leaf.requires_grad and id(leaf) in single:
-            return cut.setdefault(id(leaf), _leaf(leaf))
-        return _leaf(leaf)
-
-    return tree_map(own, state)
 
 
 def check_outputs(result: Any) -> None:

@@ -3,14 +3,16 @@
 check_state     has anything changed that graphs baked about the module? then they go
 compile         torch.compile for what a key needs, before the first capture
 capture         dry run, then the capture as a transaction: a variant is ready, or all is as before
+reference       the first replay of a key is compared with a plain call (`reference.py`)
 """
 
 import contextlib
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo.guards import dict_version
 
 from packgraph.graphs import fallback
 from packgraph.graphs.agreement import CAPTURE, EAGER, START_OVER
@@ -19,23 +21,25 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
-from packgraph.graphs.checks.module_state import Change, ModuleState
-from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
-from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run, dry_run_again
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
+from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers, let_go
+from packgraph.graphs.guards import Change
 from packgraph.graphs.key import Signature
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import aliased_parameters, are_leaves
 from packgraph.graphs.program import Program
-from packgraph.graphs.replay import Variant
+from packgraph.graphs.reference import Reference
+from packgraph.graphs.replay import Ends, Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
+_DIFFERS = "a replay made something else than a call without graphs"
 
 
 class Capturer:
@@ -45,7 +49,6 @@ class Capturer:
         program: The module's stages as they are now, in its present mode.
         cache: The graphs, and the keys whose capture failed.
         lends: Whether outputs and gradients of inputs are handed out as static memory.
-        state: What graphs bake of the module in its present mode, None before it was looked at.
         training: Whether the present mode is training mode.
     """
 
@@ -58,6 +61,7 @@ class Capturer:
         gradients: OutputGradients,
         stats: Stats,
         notices: Notices,
+        compare_every: int = 0,
     ) -> None:
         """Args:
         program: Of the module.
@@ -67,8 +71,11 @@ class Capturer:
         gradients: What is known of the gradients of its outputs.
         stats: Of the graphed module.
         notices: Tell the user of failures.
+        compare_every: Replays of a variant between one comparison and the next, 0 = only the first
+            of a key is compared.
         """
         self.program, self.lends = program, False
+        self._compare_every = compare_every
         self.cache = GraphCache(stats, slots.device)
         self._module, self._backend, self._slots, self._calls = (
             program.module,
@@ -79,22 +86,20 @@ class Capturer:
         self._gradients, self._stats, self._notices = gradients, stats, notices
         self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
-        self.state: ModuleState | None = None
         self.training = True
-        self._other_mode: tuple[Program, ModuleState | None] = program, None
-        self._moved: Change | None = None  # by the last capture
-        self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
+        self._looked = False
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
+        # By key: the version that was compared, and where its outputs come from.
+        self._compared: dict[Hashable, tuple[int, Ends]] = {}
         self._told_apart = set[str]()
+        self._tables: list[Any] = []
+        self._failed_at: list[int] = []
 
     def turn(self, training: bool) -> None:
-        """The module is in training mode, or in evaluation mode, from here on: each has graphs and
-        a state of its own. Submodules may be in another mode than the module itself."""
-        if training != self.training:
-            self.training = training
-            now = self.program, self.state
-            (self.program, self.state), self._other_mode = self._other_mode, now
+        """The module is in training mode, or in evaluation mode, from here on: each has graphs of
+        its own. Submodules may be in another mode than the module itself."""
+        self.training = training
 
     def knows(self, key: Hashable) -> bool:
         """Whether calls of `key` were captured."""
@@ -108,11 +113,22 @@ class Capturer:
     def failed(self, key: Hashable) -> bool:
         """Whether calls of `key` run eagerly because a capture failed, and nothing has changed that
         might help."""
-        return self.cache.has_failed(key) and (
-            self.cache.is_hopeless(key) or not self._may_capture_now()
-        )
+        if self.cache.failed and self.cache.joint.is_alone and self._failed_at != self._versions():
+            self.cache.forgive()
+        return self.cache.has_failed(key)
 
-    def check_state(self, what: str | None = None) -> str | None:
+    def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing has changed that graphs of `key` have baked, for a call."""
+        seen = self._dry_runs.get(key)
+        return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
+
+    def check_state(
+        self,
+        key: Hashable = None,
+        what: str | None = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str | None:
         """Drops all graphs if a fact has changed that they baked about the module; the next call is
         captured again.
 
@@ -120,30 +136,24 @@ class Capturer:
         when the fact does.
 
         Args:
+            key: Of the call, whose graphs are looked at; None = all are, as for a call without.
             what: The call in words, by which ranks agree; None = they are not asked.
+            args, kwargs: Of the call.
 
         Returns:
             The reason to run eagerly, if there is one.
         """
-        change, before = self._change(), self.state.refused if self.state else None
-        if self.state is None or change is not None:
-            if not are_leaves(self._module):
-                return fallback.NOT_LEAVES
-            if change is not None:
-                if not self._may_start_again(change, what):
-                    return fallback.APART
-                self._start_again(change)
-            self.program = self.program.rebuilt()
-            self.state = ModuleState(self._module, self.program.volatile)
-            self._moved = None
-        refused = self.state.refused
-        if refused is not None and (self._notices.strict or refused != before):
-            self._notices.complain(
-                CaptureError(refused.what, user_line(), refused.remedy),
-                fallback.HIDDEN_STATE,
-                "running eagerly, because the module's state cannot be watched",
-            )
-        return None if refused is None else fallback.HIDDEN_STATE
+        change = self._change(key, args, kwargs)
+        if self._looked and change is None and key in self._dry_runs:
+            return None
+        if not are_leaves(self._module):
+            return fallback.NOT_LEAVES
+        if change is not None:
+            if not self._may_start_again(change, what):
+                return fallback.APART
+            self._start_again(change)
+        self.program, self._looked = self.program.rebuilt(), True
+        return None
 
     def check_state_with_others(self) -> str | None:
         """As `check_state`, before captures that all ranks begin at the same time: if the module
@@ -156,9 +166,20 @@ class Capturer:
             self.start_over(_MODULE_CHANGED)
         return self.check_state()
 
-    def _change(self) -> Change | None:
-        """What has changed about the module since its state was looked at."""
-        return (self.state.changed() if self.state is not None else None) or self._moved
+    def _change(
+        self,
+        key: Hashable = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Change | None:
+        """What has changed about the module since it was captured. Of a key that is new nothing is
+        known but what holds for all: other code may run in its mode."""
+        known = self._dry_runs.get(key)
+        if known is not None:
+            assert known.guards is not None
+            return known.guards.changed(args, kwargs)
+        changes = (seen.guards.memory_changed() for seen in self._dry_runs.values() if seen.guards)
+        return next((change for change in changes if change is not None), None)
 
     def _may_start_again(self, change: Change, what: str | None) -> bool:
         if self.cache.joint.is_alone:
@@ -199,7 +220,7 @@ class Capturer:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""
         variant = slot.variants.get(call.key)
-        return variant is not None and variant.version == variant.gradients.version
+        return variant is not None and variant.is_current
 
     def captured(
         self,
@@ -208,31 +229,99 @@ class Capturer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         what: str | None,
+        refused: CaptureError | None = None,
     ) -> Variant:
-        """The slot's graphs for a call, captured now if there are none.
+        """The slot's graphs for a call, captured now if there are none; the first of a key are
+        compared with a plain call, and those for which that is due.
 
         what: the call in words, where other ranks capture it now, too; all of them or none have its
-        graphs then.
+        graphs then. refused: why this rank cannot.
 
         Raises:
             CaptureError: The call cannot be captured; nothing has changed then.
         """
-        failed: CaptureError | None = None
-        if not self.is_captured(call, slot):
-            self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
-            try:
-                self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
-            except CaptureError as error:
-                failed = error
-            try:
-                if what is not None:
-                    failed = self.cache.agree(what, call.key, slot, failed)
-                if failed is not None:
-                    raise failed
-            finally:
-                failed = None  # its traceback holds this frame
+        gradients = self._gradients.of(call.key)
+        before: Any = slot.variants.get(call.key)
+        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
+        version, ends = self._compared.get(call.key, (None, None))
+        is_there = before is not None and before.version == gradients.version
+        reference: Reference | None = None
+        together = not self.cache.joint.is_alone
+        if together or version != gradients.version or (is_there and before.replays_left <= 0):
+            reference = Reference(
+                about, self._slots, self._calls, self._buffers, ends, together=together
+            )
+
+        def capture() -> None:
+            if refused is not None:
+                raise refused
+            if not is_there:
+                self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
+                self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
+            elif reference is not None:
+                written, read = before.touched()
+                reference.run_plainly(written, read, before.dry_run.draws)
+
+        self._agreed(what, call, slot, capture)
         found: Variant = slot.variants[call.key]
+        if reference is not None:
+            self._agreed(what, call, slot, lambda: self._compare(reference, call, slot, what))
+        # Ranks that capture together do not replay together: there later replays are not compared.
+        found.replays_left = inf if together else self._compare_every or inf
         return found
+
+    def note_failed(self) -> None:
+        """Calls run eagerly, and may themselves change the module: what changes from here on might
+        help."""
+        self._failed_at = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Of the attributes of the module's parts."""
+        return list(map(dict_version, self._tables))
+
+    def _agreed(
+        self, what: str | None, call: Signature, slot: Slot, work: Callable[[], None]
+    ) -> None:
+        """Does `work`. what: as in `captured`.
+
+        Raises:
+            CaptureError: It has failed, on any rank.
+        """
+        failed: CaptureError | None = None
+        try:
+            work()
+        except CaptureError as error:
+            failed = error
+            parts = [*self._module.modules()]
+            tables = [*map(vars, parts), *(part._modules for part in parts)]
+            self._tables = [table for table in tables if isinstance(table, dict)]
+            self.note_failed()
+        try:
+            if what is not None:
+                failed = self.cache.agree(what, call.key, slot, failed)
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback holds this frame
+
+    def _compare(self, reference: Reference, call: Signature, slot: Slot, what: str | None) -> None:
+        variant: Variant = slot.variants[call.key]
+
+        def anywhere(differs: str | None) -> bool:
+            if what is None:
+                return differs is not None
+            error = None if differs is None else CaptureError(differs, user_line(), LEAVE_OUT)
+            return self.cache.consensus(what, error) is not None
+
+        try:
+            is_compared = reference.is_met_by(variant, slot, anywhere)
+        except CaptureError:
+            self._compared.pop(call.key, None)
+            self.cache.evict(call.key, slot, _DIFFERS)
+            raise
+        if is_compared:
+            self._stats.compared += 1
+            self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
         """Whether the stages of calls like this are compiled."""
@@ -244,7 +333,7 @@ class Capturer:
         Raises:
             CaptureError: It cannot be compiled.
         """
-        if self.program.compiler is not None and call.key not in self._compiled:
+        if self.program.compiles and call.key not in self._compiled:
             gradients = self._gradients.of(call.key)
             compile_ahead(CapturedCall(self.program, self._backend, gradients, args, kwargs))
             self._compiled.add(call.key)
@@ -257,6 +346,7 @@ class Capturer:
         """Frees the graphs of all slots, and the tensors kept for them; how many captures there
         were."""
         self._dry_runs.clear()
+        self._compared.clear()
         return self._slots.clear()
 
     def place_gradients(self, homes: dict[int, Tensor]) -> None:
@@ -267,87 +357,19 @@ class Capturer:
         self._buffers = GradientBuffers(self._slots.launches, homes)
 
     def _capture(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Signature, slot: Slot, about: CapturedCall, reference: Reference | None
     ) -> Variant:
         executes = self._backend.guard_device is None
         if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
-            self.compile(call, args, kwargs)
-            like = None if call.key in self._dry_runs else self._like()
-            variant: Variant | None = None
-            try:
-                variant = self._variant(call, slot, args, kwargs, like)
-            except CaptureError:
-                seen = self._dry_runs.get(call.key)
-                if seen is None or seen.is_confirmed:
-                    raise
-            if variant is None:  # it may have filled a cache, or gone another way
-                del self._dry_runs[call.key]
-                variant = self._variant(call, slot, args, kwargs, None)
-            self._refuse_repeated_moves(call.key, variant)
+            self.compile(call, about.args, about.kwargs)
+            seen = dry_run(about)
+            if reference is not None:  # in between: a capture has room for itself alone
+                reference.run_plainly(seen.written, seen.read, seen.draws)
+            variant = capture_variant(about, slot, self._buffers, self._calls, self.lends, seen)
+            self._dry_runs[call.key] = seen
         return variant
-
-    def _variant(
-        self,
-        call: Signature,
-        slot: Slot,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        like: DryRun | None,
-    ) -> Variant:
-        """Dry-runs a call and captures it. like: see `dry_run`."""
-        gradients = self._gradients.of(call.key)
-        state = ModuleState(self._module)  # walked once for all runs
-        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
-        earlier = self._dry_runs.get(call.key)
-        seen = self._dry_runs[call.key] = (
-            dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
-        )
-        variant = capture_variant(
-            about,
-            slot,
-            self._buffers,
-            self.state.changed if self.state is not None else _nothing,
-            self._calls,
-            self.lends,
-            seen,
-            state=state,
-        )
-        seen.calls.shorten()
-        self._dry_runs[call.key] = seen._replace(is_confirmed=True)
-        return variant
-
-    def _like(self) -> DryRun | None:
-        """The dry run of the newest call whose graphs were captured. None where other ranks may
-        have to run captured code as often as this one does."""
-        if not self.cache.joint.is_alone or (dist.is_initialized() and dist.get_world_size() > 1):
-            return None
-        newest = reversed(list(self._dry_runs.values()))
-        return next((seen for seen in newest if seen.calls.is_short), None)
-
-    def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
-        """Looks at what the capture has changed in Python outside of the module, by running its
-        code: a cache that it has filled, say. Graphs hold for the state after it, which is where
-        the next call begins, or captures again.
-
-        Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
-        it back wants every call to change it.
-        """
-        state = self.state
-        self._moved = None if state is None else state.changed(self.program.assigned)
-        if state is None or self._moved is None:
-            return
-        state.broken = True
-        if (key, self._moved.what) in self._moves:
-            variant.reset()
-            raise CaptureError(
-                f"{self._moved} in forward, where a replay would not change it, and was put back "
-                "between calls",
-                user_line(),
-                "return the value, or set it outside of forward",
-            )
-        self._moves.add((key, self._moved.what))
 
     def _start_again(self, change: Change) -> None:
         self._refuse_another_device()
@@ -358,24 +380,18 @@ class Capturer:
             if self._notices.strict:
                 raise error
             warn(f"capturing again: {error}")
-        if self._may_capture_now():
-            self.cache.forgive()
+        self.cache.forgive()
         self.start_over(_MODULE_CHANGED)
 
     def start_over(self, reason: str) -> None:
         """Frees all graphs, counted under `reason`, and forgets what they hold for."""
-        self.state, self._other_mode = None, (self.program, None)
-        self._moved = None
+        self._looked = False
         self._stats.dropped(reason, self._slots.clear())
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
+        self._compared.clear()
         self._compiled.clear()
-
-    def _may_capture_now(self) -> bool:
-        """Whether something about the module has changed that its own forward does not change in
-        every call."""
-        return self.state is None or self.state.changed(self.program.assigned) is not None
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self._module.parameters(), *self._module.buffers()]), None)
@@ -386,51 +402,45 @@ class Capturer:
             )
 
 
-def _nothing() -> None:
-    """No fact has changed."""
-
-
 def capture_variant(
     call: CapturedCall,
     slot: Slot,
     buffers: GradientBuffers,
-    changed: Callable[[], object],
     calls: contextlib.AbstractContextManager[object],
     lends: bool,
     dry_run: DryRun,
     trial: bool = False,
-    state: ModuleState | None = None,
 ) -> Variant:
     """Capture all regions of the call's program into `slot`.
 
-    changed: whether facts about the module hold no longer that graphs bake. calls: entered around
-    eager runs of the module. dry_run: of the same call. trial: whether the graphs are thrown away.
-    state: of the module, made for its dry run. Raises CaptureError; nothing has changed then.
+    calls: entered around eager runs of the module. dry_run: of the same call. trial: whether the
+    graphs are thrown away. Raises CaptureError; nothing has changed then.
     """
     program, backend = call.program, call.backend
-    effects = SideEffects(program.module, program.volatile, program.assigned, state)
+    assert dry_run.guards is not None
+    if backend.guard_device is None:  # it keeps what it reads and writes itself
+        dry_run.read.clear()
+        dry_run.written.clear()
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
     quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()
     with (
         explained(),
         quiet,
-        undone(program.module, backend, effects) as journal,
+        undone(program.module, backend) as journal,
         aliased_parameters(program.module) as aliases,
-        compiled_code(program.compiler is not None, fixed=True),
+        compiled_code(program.compiles, fixed=True),
     ):
-        watched = ObservedProgram(program, effects)
         backend.copy_streams.memories.let_go()
         with backend.window(slot.pool, slot.scratch, journal, trial) as window:
             build = VariantBuild(
-                watched,
                 program,
                 slot,
                 window,
                 aliases,
                 buffers,
                 call.gradients,
-                changed,
+                dry_run.guards.changed,
                 calls,
                 journal,
                 lends,

@@ -1,66 +1,47 @@
-"""Checked eager runs of a call before it is captured.
+"""Checked eager run of a call before it is captured.
 
 A dry run executes forward and backward as a capture would, on copies of nothing but with
-everything undone, until two runs in a row agree: the first may fill caches, so that the second does
-less. It finds what a graph could not hold or a replay would not do, at the user's line, while that
-is still harmless.
-
-What it does is undone when it ends (`undone.py`), whether it fails or not.
+everything undone. It traces what is new (`front.py`), and finds what a graph could not hold at the
+user's line, while that is still harmless. What it does is undone when it ends (`undone.py`),
+whether it fails or not.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
-    detached_state,
-    numbers_of_tensors,
     refuse_changed_inputs,
 )
 from packgraph.graphs.checks.autograd_calls import only_forward
-from packgraph.graphs.checks.calls import VARIES, DryRun
+from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.escapes import Observation, ObservingChecker
-from packgraph.graphs.checks.host_calls import (
-    SavedTensorHooks,
-    Unseen,
-    UnseenLoop,
-    unwatched,
-    watch_also,
-    watched_calls,
-)
-from packgraph.graphs.checks.host_sync import (
-    LEAVE_OUT,
-    CaptureChecker,
-    HostSyncCheck,
-    Journal,
-)
-from packgraph.graphs.checks.module_state import ModuleState
-from packgraph.graphs.checks.side_effects import (
-    ObservedProgram,
-    Remembered,
-    SideEffects,
-    forward_line,
-    refuse_changes,
-)
-from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.checks.host_calls import UnseenLoop, watch_also
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, HostSyncCheck, Journal
+from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
+from packgraph.graphs.guards import Guards
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.program import (
+    Program,
+    detached_state,
+    hide_lengths,
+    numbers_of_tensors,
+    reading,
+    with_lengths,
+)
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.undone import compiled_code, explained, undone
 
+SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
 )
@@ -77,199 +58,18 @@ class CapturedCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def dry_run(
-    call: CapturedCall, state: ModuleState | None = None, like: DryRun | None = None
-) -> DryRun:
-    """Run forward and backward, watched, and forward again, and compare.
+def dry_run(call: CapturedCall) -> DryRun:
+    """Run forward and backward once, watched and undone.
 
-    state: of the module, up to date; made here without it. like: of a call of another shape whose
-    graphs were captured. Where this one calls the same operations at the same lines, and fills no
-    cache, it is not run again: the capture, which compares its calls, is the second run. Raises
-    CaptureError at the line of what a capture could not hold, or a replay would not do, while that
-    is still harmless: operations, tensors that leave other than through the outputs, numbers that
-    differ between the runs.
+    Raises CaptureError at the line of what a capture could not hold, or a replay would not do.
     """
-    state = state or ModuleState(call.program.module)
-    if like is not None:
-        found = _run_as(like, call, state)
-        if found is not None:
-            return found
-    around = Remembered(state)
-    try:
-        return _compared(call, state)
-    except CaptureError:
-        call.program.assigned |= around.moved()  # eager calls do that too: no reason to try again
-        around.restore()
-        raise
+    steps = list[Any]()
 
-
-def dry_run_again(call: CapturedCall, earlier: DryRun, state: ModuleState) -> DryRun:
-    """Dry-run another capture of calls that were dry-run before: `earlier`.
-
-    A cache that code filled then may have lost it since. Were it filled in a capture, what it holds
-    would lie in the graphs' memory, and would have no values until a replay. Raises CaptureError
-    where calls are not what they were.
-    """
-    seen = Observation(Constants())
-    with unwatched():
-        now = _once(call, partial(call.backend.warm_up, as_called=True), seen, state)
-    if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
-        state.moved()
-        now = dry_run(call, state)
-        if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
-            raise CaptureError(
-                "forward calls other operations than for graphs that were captured before, with "
-                "the same arguments, or "
-                "gives them other numbers: a graph would freeze them",
-                now.constants.first_difference(earlier.constants),
-                VARIES,
-            )
-        return now
-    earlier = earlier._replace(calls=now.calls)
-    return (
-        earlier._replace(read=now.read, written=now.written)
-        if call.backend.guard_device
-        else earlier
-    )
-
-
-def _run_as(like: DryRun, call: CapturedCall, state: ModuleState) -> DryRun | None:
-    """One watched run. None where it does other things than that of another shape, or something
-    that two runs have to show: what first runs alone may do, say."""
-    try:
-        now, seen = _watched(call, state, is_first=False)
-        seen.check_gone()
-    except CaptureError:
-        return None
-    if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
-        return None
-    _refuse_other_kernels(call, now.written, state)
-    used = now if call.backend.guard_device else now._replace(read=[], written=[])
-    return used._replace(is_confirmed=False)
-
-
-def _watched(
-    call: CapturedCall, state: ModuleState, *, is_first: bool
-) -> tuple[DryRun, Observation]:
-    """A run whose calls of Python code are looked at. is_first: caches may be filled in it."""
-    seen, steps = Observation(Constants(), is_first=is_first), list[Any]()
-
-    def watched_run(run: Callable[[], None]) -> None:
+    def watched_run(run: Any) -> None:
         with call.backend.watching_host(steps.append):
             call.backend.warm_up(run)
 
-    hooks = SavedTensorHooks()
-    with watched_calls(hooks):
-        found = _once(call, watched_run, seen, state)
-    return found._replace(has_host_steps=bool(steps), unpacks=hooks.are_there), seen
-
-
-def _compared(call: CapturedCall, state: ModuleState) -> DryRun:
-    """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
-    does less. One of the two is on the stream of eager calls, which code may ask for."""
-    first, seen = _watched(call, state, is_first=True)
-    seen.check_gone()
-    for as_called in (True, False):
-        before, seen = seen, Observation(Constants())
-        with unwatched():
-            now = _once(call, partial(call.backend.warm_up, as_called=as_called), seen, state)
-        seen.check_gone()
-        if seen.has_called_as(before):
-            _refuse_other_kernels(call, now.written, state)
-            used = now if call.backend.guard_device else now._replace(read=[], written=[])
-            return used._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
-    raise seen.difference(before)
-
-
-def _refuse_other_kernels(
-    call: CapturedCall, written: list[torch.Tensor], state: ModuleState
-) -> None:
-    """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
-    bit; both are undone.
-
-    Captures run under modes. Where nothing needs a gradient some operations choose other kernels
-    then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
-    `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
-    gradients have no such choice. written: memory from outside that forward writes to.
-    Raises CaptureError where numbers or strides differ, though two plain runs agree, and where
-    forward switches gradients on.
-    """
-    program, module, grads = call.program, call.program.module, torch.is_grad_enabled()
-    if grads and all(part.training for part in module.modules()):
-        return
-    if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
-        return
-
-    def outputs(*modes: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
-        effects = SideEffects(module, program.volatile, program.assigned, state)
-        observed = ObservedProgram(program, effects)
-        with (
-            explained(),
-            torch.set_grad_enabled(grads),
-            undone(module, call.backend, effects, watched=False) as journal,
-            aliased_parameters(module),
-            contextlib.ExitStack() as stack,
-        ):
-            with torch.no_grad():
-                for memory in written:
-                    journal.before_write(memory)
-            for mode in modes:
-                stack.enter_context(mode)
-            found = _tensors(observed.call(call.args, call.kwargs))
-            if not grads and (torch.is_grad_enabled() or any(x.requires_grad for x in found)):
-                raise CaptureError(
-                    "forward switches gradients on, though it was called without them: a graph of "
-                    "such calls has no backward",
-                    forward_line(module),
-                    LEAVE_OUT,
-                )
-            copies = [
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().clone()
-                for leaf in found
-            ]
-        state.moved()
-        return copies
-
-    with unwatched():
-        plain, under_modes = outputs(), outputs(_FunctionMode(), _DispatchMode())
-        if _same_bits(plain, under_modes) or not _same_bits(plain, outputs()):
-            return
-    raise CaptureError(
-        "an operation of forward runs by another kernel while it is captured, with other numbers: "
-        "where nothing needs a gradient torch has fast paths, as in nn.MultiheadAttention, that a "
-        "capture does not take",
-        forward_line(module),
-        "leave the stage out of the scope, or call the module within packgraph.eager('fast path')",
-    )
-
-
-class _FunctionMode(TorchFunctionMode):
-    """Changes nothing."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class _DispatchMode(TorchDispatchMode):
-    """Changes nothing."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-def _same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(
-        one.stride() == other.stride()
-        and torch.equal(
-            one.contiguous().view(-1).view(torch.uint8),
-            other.contiguous().view(-1).view(torch.uint8),
-        )
-        for one, other in zip(ones, others, strict=True)
-    )
+    return _once(call, watched_run)._replace(has_host_steps=bool(steps))
 
 
 def compile_ahead(call: CapturedCall) -> None:
@@ -283,50 +83,47 @@ def compile_ahead(call: CapturedCall) -> None:
             saved_tensors.are_watched()
         ):  # by a checkpoint, say, which is not to see what this run saves beside the call
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-        if call.program.compiler is not None:
-            stack.enter_context(call.program.compiler.counting())
-        _once(
-            call,
-            lambda work: work(),
-            Observation(Constants(), is_first=True),
-            ModuleState(call.program.module),
-            watched=False,
-        )
+        assert call.program.compiler is not None, "compiled code is compiled"
+        stack.enter_context(call.program.compiler.counting())
+        _once(call, lambda work: work())
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _once(
-    call: CapturedCall,
-    how: Callable[[Callable[[], None]], None],
-    seen: Observation,
-    state: ModuleState,
-    watched: bool = True,
-) -> DryRun:
-    """Have `how` run forward and backward, undone; what captured code has used from outside. seen:
-    is told the rest. state: of the module, up to date then and after. watched: whether draws of
-    random numbers on the host are looked for."""
-    program = call.program
-    effects = SideEffects(program.module, program.volatile, program.assigned, state)
-    shown = ObservedProgram(program, effects)
+def _once(call: CapturedCall, how: Any) -> DryRun:
+    """Have `how` run forward and backward, undone; what captured code has used from outside."""
+    program, found = call.program, list[DryRun]()
+    with explained():
+        ahead = program.read(call.args, call.kwargs)
+    used = [] if program.staged else list(ahead)
     with (
         explained(),
-        torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may switch it and leave it so
-        undone(program.module, call.backend, effects, watched) as journal,
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may leave it switched
+        undone(program.module, call.backend) as journal,
         aliased_parameters(program.module) as aliases,
-        compiled_code(program.compiler is not None),
+        compiled_code(program.compiles),
+        reading(used) if program.staged else contextlib.nullcontext(),
     ):
-        parameters, found = [*aliases.alias_of.values()], list[DryRun]()
+        parameters = [*aliases.alias_of.values()]
         with UnseenLoop():
-            run = _CheckedRun(
-                shown, effects, call.backend, call.gradients, journal, parameters, seen
-            )
+            run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
         how(lambda: found.append(run(call.args, call.kwargs)))
-    with UnseenLoop():
-        state.moved()  # which lets go of what was there in the run
-    return found[0]
+    for trace, _ in used:  # what has not been found at its line
+        if SIZES in trace.code:
+            raise CaptureError(
+                "the size of a tensor depends on numbers of another one, which are read on the "
+                "host",
+                forward_line(program.module),
+                "make tensors of fixed sizes",
+            )
+    guards = Guards(
+        used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
+    )
+    if program.staged and ahead:
+        guards.add(*ahead[0])
+    return found[0]._replace(guards=guards)
 
 
 class _CheckedRun:
@@ -335,26 +132,21 @@ class _CheckedRun:
     def __init__(
         self,
         program: Program,
-        effects: SideEffects,
         backend: Backend,
         gradients: KeyGradients,
         journal: Journal,
         parameters: list[Any],
-        seen: Observation,
+        traces: Sequence[tuple[Any, Any]],
     ) -> None:
-        self.program, self.effects, self.gradients, self.journal, self.seen = (
-            program,
-            effects,
-            gradients,
-            journal,
-            seen,
-        )
+        self.program, self.gradients, self.journal = program, gradients, journal
         self.parameters, self.buffers = parameters, list(program.module.buffers())
+        self.traces = traces  # of what is captured, and of whom
         self.device, self.device_type = backend.guard_device, backend.device_type
-        self.seen.calls.tell_apart([*parameters, *self.buffers])
         self.where = forward_line(program.module)
+        self.constants = Constants()
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
+        self.made = set[int]()  # storages
         self.placements: dict[int, tuple[Placement, ...]] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
         self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
@@ -362,22 +154,13 @@ class _CheckedRun:
             tuple[list[torch.Tensor], list[torch.Tensor]]
         ] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
-        self._state: ModuleState | None = None  # with aliases for parameters
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
         inputs = _tensors(state)
         self._know([*self.parameters, *inputs])
-        if self.whole:  # eager stages may keep what they are given
-            self.seen.hand([*self.parameters, *inputs], self.where)
         result = self.program.end(self.program.execute(state, self))
         check_outputs(result)
-        self.seen.calls.note(
-            (
-                "returns",
-                *[repr(leaf) for leaf in tree_leaves(result) if not isinstance(leaf, torch.Tensor)],
-            )
-        )
         if self.whole:
             leaves = tree_leaves(result)
             self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
@@ -387,9 +170,9 @@ class _CheckedRun:
         return DryRun(
             [tensor.detach() for tensor in self.read.values()],
             [tensor.detach() for tensor in self.written.values()],
-            self.seen.constants,
-            self.seen.calls,
+            self.constants,
             self.placements,
+            self.journal.has_drawn,
         )
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
@@ -404,20 +187,24 @@ class _CheckedRun:
         self._know(given)
         outside = [*self.parameters, *self.buffers, *given]
         with (
-            self._unchanged(),
             HostSyncCheck(self.device, constants_too=False),
-            only_forward(outside, self.where, self._assigned),
-            self.seen.constants.remembering(),
-            ObservingChecker(self.journal, self.device, self.seen, forward=True) as watch,
+            only_forward(outside, self.where, lambda _: None),
+            self.constants.remembering(),
+            CaptureChecker(self.journal, refuse=True, device=self.device) as watch,
         ):
-            versions = [leaf._version for leaf in given]
+            versions, mode = [leaf._version for leaf in given], torch.is_grad_enabled()
             result = self.program.run(run, shown)
+            if torch.is_grad_enabled() is not mode:
+                raise CaptureError(
+                    "forward switches gradients on or off and leaves it so: a replay would not",
+                    self.where,
+                    "use torch.enable_grad() or torch.no_grad() as a context. " + LEAVE_OUT,
+                )
             refuse_changed_inputs(versions, given, self.program.describe(run))
-        self.seen.returned(result)
-        with Unseen():
-            leaves = leaves_behind(tree_leaves(result), self.walked)
-        for leaf in leaves:
-            if id(leaf) not in self.known and not self.seen.has_made(leaf):
+        given_by_others = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
+        for leaf in leaves_behind(tree_leaves(result), self.walked):
+            foreign = id(leaf) in given_by_others if self.traces else not watch.has_made(leaf)
+            if foreign and id(leaf) not in self.known:
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "
                     "needs a gradient "
@@ -426,19 +213,20 @@ class _CheckedRun:
                     "register it (nn.Parameter attribute or register_parameter), or pass it as an "
                     "argument",
                 )
-        with UnseenLoop():
-            staged = {t.untyped_storage()._cdata for t in given}
-            # An earlier run of stages may have made what this one reads.
-            inside = staged | self.seen.storages()
-            for mine, seen in ((self.read, watch.external), (self.written, watch.written)):
-                mine.update((key, tensor) for key, tensor in seen.items() if key not in inside)
+        # An earlier run of stages may have made what this one reads.
+        inside = {t.untyped_storage()._cdata for t in given} | self.made
+        for mine, seen in ((self.read, watch.external), (self.written, watch.written)):
+            mine.update((key, tensor) for key, tensor in seen.items() if key not in inside)
+        self.made |= watch.made
         state = with_lengths(state, shown, result)
-        return state if self.whole else self._cut(state, given)
+        return state if self.whole else self._cut(state, given, watch)
 
-    def _cut(self, state: Any, given: list[torch.Tensor]) -> Any:
+    def _cut(self, state: Any, given: list[torch.Tensor], watch: CaptureChecker) -> Any:
         """What captured code has made, as copies of their own: eager stages may keep what they are
         given, and register hooks. The backward begins at the originals."""
-        made = [tensor for tensor in _tensors(state) if self.seen.has_made(tensor)]
+        before = {id(tensor) for tensor in given}
+        made = [tensor for tensor in _tensors(state) if id(tensor) not in before]
+        made = [tensor for tensor in made if watch.has_made(tensor)]
         self.ends.append(([tensor for tensor in made if tensor.requires_grad], given))
         copies = {
             id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -469,10 +257,8 @@ class _CheckedRun:
             for end in ends:
                 end.register_hook(watch_also())
         with (
-            self._unchanged(),
-            self.seen.calls.above(),
             HostSyncCheck(self.device),
-            ObservingChecker(self.journal, self.device, self.seen, forward=False),
+            CaptureChecker(self.journal, refuse=True, device=self.device),
             torch.autocast(self.device_type, enabled=False),
             without_content(self.parameters),
         ):
@@ -499,30 +285,6 @@ class _CheckedRun:
                 self.where,
                 _RETURN_GRADIENT,
             )
-
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Captured code runs in the block. Raises CaptureError for what it changes in Python
-        outside of the module; a first run may, since caches are filled then."""
-        if self.seen.is_first:
-            yield
-            return
-        if (
-            self._state is None or self._state.changed() is not None
-        ):  # which eager code may do in between
-            self._state = ModuleState(self.program.module)
-        yield
-        self.effects.check(parameters_too=False)  # which knows the line of an assignment
-        refuse_changes(self.program.module, self._state, self.where)
-
-    def _assigned(self, tensor: torch.Tensor) -> None:
-        """Captured code gives a parameter or buffer other memory: that eager calls do it is no
-        reason to try again."""
-        for owner in self.program.module.modules():
-            for table in (owner._parameters, owner._buffers):
-                self.program.assigned.update(
-                    (id(owner), name) for name, value in table.items() if value is tensor
-                )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

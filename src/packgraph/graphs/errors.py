@@ -21,7 +21,14 @@ PACKAGE = Path(__file__).parent.parent
 _MACHINERY = tuple(str(PACKAGE / room) + os.sep for room in ("graphs", "packing"))
 _STDLIB = str(Path(traceback.__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^,\n]+)')
+_GRAPH = "<eval_with_key>"  # what torch calls the code of a graph
 _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
+
+
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
+# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
+# to interpret.
+USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
 class PackgraphWarning(UserWarning):
@@ -94,9 +101,27 @@ def user_place(frame: FrameType | None = None) -> SourceLine | None:
     """The innermost user frame of the running call stack."""
     frame = frame or sys._getframe(1)
     while frame is not None:
+        traced = _traced_place(frame)
+        if traced is not None:
+            return traced
         if is_user_file(frame.f_code.co_filename):
             return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _traced_place(frame: FrameType) -> SourceLine | None:
+    """The user's line of an operation of a traced graph, whose code torch has written."""
+    graph = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(_GRAPH) else None
+    if not isinstance(graph, torch.fx.GraphModule):
+        return None
+    line = frame.f_lineno - (graph._prologue_start or 0)
+    number = (graph._lineno_map or {}).get(line)
+    nodes = list(graph.graph.nodes)
+    stack = nodes[number].stack_trace if number is not None and number < len(nodes) else None
+    for name, found, function in reversed(_FRAME.findall(stack or "")):
+        if is_user_file(name):
+            return SourceLine(name, int(found), function)
     return None
 
 
@@ -139,3 +164,11 @@ def traced_line(stack: str | None) -> str:
         if is_user_file(name):
             return f"{name}:{line} in {function}"
     return ""
+
+
+def forward_line(module: torch.nn.Module) -> str:
+    """`file.py:LINE in forward` of the module's class."""
+    code = getattr(module.forward, "__code__", None)
+    if code is None or code.co_filename == torch.nn.modules.module.__file__:
+        return user_line()
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

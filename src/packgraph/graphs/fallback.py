@@ -110,6 +110,16 @@ UNDER_AUTOCAST = _reason(
     "leave the torch.autocast block before loss.backward(): "
     "such a backward runs eagerly, after its forward was run again",
 )
+AGAIN = _reason(
+    "a second backward through one call (retain_graph=True)",
+    "add the losses and call backward once: "
+    "the second one runs eagerly, after its forward was run again",
+)
+SPARSE = _reason(
+    "an output got a sparse gradient",
+    "use dense gradients (nn.Embedding(sparse=False)): such a backward runs eagerly, after its "
+    "forward was run again",
+)
 NO_SLOT = _reason(
     "no free slot",
     "run the backward of earlier calls first or drop their outputs, or let "
@@ -168,11 +178,6 @@ PATCHED = _reason(
     "its forward was replaced, so stages no longer say what it does",
     "replace the forward before "
     "packgraph.graph, of a class without stages, or change what the stages do",
-)
-HIDDEN_STATE = _reason(
-    "the module holds state that cannot be watched",
-    "see the warning: it names the attribute; draw "
-    "and count with torch, or say packgraph.assume_constant(object)",
 )
 TWICE = _reason(
     "gradients of the module are differentiated themselves (create_graph=True)",
@@ -274,6 +279,7 @@ class Stats:
         recaptures: Captured keys that were dropped, by reason: a larger bucket took their slot, a
             parameter's storage was replaced, and so on.
         capture_seconds: Time spent capturing.
+        compared: Replays that were compared bit by bit with a call of the module itself.
         pool_bytes: Memory that the pools of all slots hold now.
         compiled: Pieces of code that torch.compile made, each a forward and its backward.
         recompiles: Of those, the ones made for stages that had code already, by reason: other
@@ -295,6 +301,7 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     recaptures: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
+    compared: int = 0
     compiled: int = 0
     recompiles: Counter[str] = field(default_factory=Counter)
     compile_seconds: float = 0.0
@@ -327,6 +334,9 @@ class Stats:
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""
         return self._pool_bytes()
+
+
+READING = False  # whether a module is read for a capture: graphed ones in it count nothing
 
 
 def is_traced() -> bool:

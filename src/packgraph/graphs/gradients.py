@@ -74,18 +74,24 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
-def _counts_of_a_gradient() -> tuple[int, int]:
+def _counts_of_a_gradient() -> tuple[int, int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    return sys.getrefcount(grad), int(_storage_uses(_storage_of(grad)))
+    uses = int(_storage_uses(_storage_of(grad)))
+    return sys.getrefcount(grad), uses, sys.getrefcount(grad.untyped_storage())
 
 
-# References to the object and uses of the storage of a gradient that only its parameter holds, as
-# counted by a function with one local variable for it. Versions of torch and Python differ in it.
+# References to the object, uses of the storage and references to the storage's object of a gradient
+# that only its parameter holds, as counted by a function with one local variable for it. Versions
+# of torch and Python differ in it.
 # No Python function may stand between: a call of one holds its arguments once more while any thread
 # runs code of torch.compile, which replaces the interpreter's evaluation of frames.
-_REFERENCES, _USES = _counts_of_a_gradient()
+_REFERENCES, _USES, _STORAGE_REFERENCES = _counts_of_a_gradient()
+
+
+def _is_storage_held(tensor: torch.Tensor) -> bool:
+    return sys.getrefcount(local_tensor(tensor).untyped_storage()) > _STORAGE_REFERENCES
 
 
 class GradientBuffer:
@@ -101,7 +107,7 @@ class GradientBuffer:
 
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
-        self.tensor = shown.detach()
+        self.tensor = shown.data  # users may see the versions of what is shown
         self._storage = _storage_of(shown)
         self._address = self.tensor.data_ptr()
 
@@ -123,7 +129,16 @@ class GradientBuffer:
         `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage
         # more.
-        return sys.getrefcount(self.shown) > 2 or _storage_uses(self._storage) > _USES + 1
+        return (
+            sys.getrefcount(self.shown) > 2
+            or _storage_uses(self._storage) > _USES + 1
+            or _is_storage_held(self.tensor)
+        )
+
+    def show_anew(self) -> None:
+        """From now on another tensor of the same memory is shown: users may have marked the old
+        one, hooked it or kept weak references to it, and autograd has counted writes to it."""
+        self.shown = self.tensor.data
 
 
 class _Aside(NamedTuple):
@@ -152,6 +167,14 @@ class GradientBuffers:
         """The buffers."""
         return list(self._buffers.values())
 
+    def present(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What gradients of `parameter` are added to now: its buffer, or what that will be made
+        of; None if that is new memory."""
+        if id(parameter) in self._buffers:
+            return self._buffers[id(parameter)].shown
+        shared = self._launches is not None and self._launches.shared
+        return None if shared else self._homes.get(id(parameter), parameter.grad)
+
     @torch.no_grad()
     def buffer(
         self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
@@ -161,8 +184,7 @@ class GradientBuffers:
         `let_go`).
         placements: of eager gradients, if they are DTensors."""
         if id(parameter) not in self._buffers:
-            shared = self._launches is not None and self._launches.shared
-            shown = None if shared else self._homes.get(id(parameter), parameter.grad)
+            shown = self.present(parameter)
             if shown is None:
                 zeros = torch.zeros_like(local_tensor(parameter), dtype=gradient_dtype(parameter))
                 shown = with_local(parameter, zeros, placements)
@@ -174,13 +196,16 @@ class GradientBuffers:
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
     replay."""
-    if Attached(buffers).holds():
+    if (attached := Attached(buffers)).holds():
+        attached.count_writes()
         return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
+    addresses = dict(zip(map(_ADDRESS, buffers), buffers, strict=True))
     for buffer in buffers:
         grad = buffer.parameter.grad
         if buffer.is_attached(grad):
+            torch.autograd.graph.increment_version(buffer.shown)
             continue
         if gradient_dtype(buffer.parameter) != buffer.tensor.dtype:
             raise RuntimeError(
@@ -189,17 +214,27 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
                 "before packgraph.graph"
             )
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
+        other = grad if grad is None else addresses.get(local_tensor(grad).data_ptr())
+        is_other = other is not None and other is not buffer
+        if grad is not None and is_other and grad.numel():
+            raise RuntimeError(
+                "one tensor is the gradient of two parameters, to which graphs add by themselves: "
+                "give each a gradient of its own, or run such calls under packgraph.eager(...)"
+            )
         if held or (
             grad is not None
             and (
                 sys.getrefcount(grad) > _REFERENCES
                 or _storage_uses(_storage_of(grad)) > _USES
+                or _is_storage_held(grad)
                 or not _placed_alike(grad, buffer.tensor)
             )
         ):
             content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
         else:
+            if grad is None:
+                buffer.show_anew()
             buffer.parameter.grad = buffer.shown
         if grad is None:
             cleared.append(local_tensor(buffer.tensor))
@@ -229,6 +264,10 @@ class Attached:
             all(map(operator.is_, found, map(_SHOWN, self._buffers)))
             and list(map(torch.Tensor.data_ptr, found)) == self._addresses
         )
+
+    def count_writes(self) -> None:
+        """Tells autograd that a replay adds to them, as it counts eager additions."""
+        torch.autograd.graph.increment_version(list(map(_SHOWN, self._buffers)))
 
 
 @torch.no_grad()
@@ -417,7 +456,7 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block backwards leave one number in place of each gradient of `aliases`: of the
     same shape, dtype, device and placements, without memory of that size."""
     with UnseenLoop():
-        hooks = [alias.register_hook(_without_content) for alias in aliases if alias.requires_grad]
+        hooks = [alias.register_hook(without_memory) for alias in aliases if alias.requires_grad]
     try:
         yield
     finally:
@@ -426,8 +465,9 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
                 hook.remove()
 
 
-def _without_content(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """None where the gradient stays: it is sparse, or of a type that has no memory of its own."""
+def without_memory(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook: one number in place of a gradient. None where the gradient stays: it is sparse, or of
+    a type that has no memory of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return None
     local = local_tensor(gradient)

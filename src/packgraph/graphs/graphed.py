@@ -23,8 +23,7 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
-from packgraph.graphs.checks.module_state import ModuleState
-from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
+from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
@@ -51,6 +50,7 @@ def graph(
     scope: Iterable[str] | None = None,
     granularity: str = "chunk",
     compile: bool | str | Mapping[str, Any] = False,
+    compare_every: int = 0,
 ) -> "GraphedModule":
     """Wraps a module so that its training calls replay captured graphs.
 
@@ -74,6 +74,10 @@ def graph(
         compile: Whether captured stages go through torch.compile first, one piece of code for each
             kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A
             mapping holds options of Inductor, a string names another compiler.
+        compare_every: The first replay of every key is compared bit by bit with a call of the
+            module itself, gradients included; N > 0 repeats that after every N replays. What
+            differs is an error that names it, and such calls run eagerly from then on. All that a
+            comparison does is undone. Ranks that capture together compare first replays only.
 
     Returns:
         The module with graphs.
@@ -94,10 +98,9 @@ def graph(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    return GraphedModule(
-        module,
-        Control(module, capacities, backend, warmup, slots, strict, scope, granularity, compile),
-    )
+    options = strict, scope, granularity, compile, compare_every
+    own = Control(module, capacities, backend, warmup, slots, *options)
+    return GraphedModule(module, own)
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -164,11 +167,13 @@ class Control:
         scope: Iterable[str] | None,
         granularity: str,
         compile: bool | str | Mapping[str, Any] = False,
+        compare_every: int = 0,
     ) -> None:
         self.module = module
-        if warmup < 0 or (slots is not None and slots < 1):
+        if warmup < 0 or compare_every < 0 or (slots is not None and slots < 1):
             raise ValueError(
-                f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}"
+                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
+                f"warmup={warmup}, compare_every={compare_every}, slots={slots}"
             )
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
@@ -190,6 +195,7 @@ class Control:
             self._output_gradients,
             self.stats,
             self._notices,
+            compare_every,
         )
         self.consensus = consensus_of(module)
         self._closed = False
@@ -238,7 +244,7 @@ class Control:
     @property
     def compiles(self) -> bool:
         """Whether captured stages are compiled."""
-        return self._capturer.program.compiler is not None
+        return self._capturer.program.compiles
 
     @property
     def backend(self) -> str:
@@ -248,7 +254,8 @@ class Control:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
         if is_traced():  # whatever follows is no part of what is traced
-            self.stats.fell_back(fallback.TRACED)
+            if not fallback.READING:
+                self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return self._call_for_inference(args, kwargs)
@@ -323,21 +330,23 @@ class Control:
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
         self._turn()
-        state, cache = self._capturer.state, self._capturer.cache
-        holds = self._frozen is not None or (state is not None and state.holds())
+        cache = self._capturer.cache
+        key = call_key(args, kwargs, self.device, self._capturer.training)
+        holds = key is not None and (
+            self._frozen is not None or self._capturer.holds(key, args, kwargs)
+        )
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
-            refused = self._refused(state)
+            refused = self._refused()
             if refused is not None:
                 return refused
         reason = self._reason_of_call(args, kwargs)
         if reason is not None:
             return reason
-        key = call_key(args, kwargs, self.device, self._capturer.training)
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
             ready = self._slots.acquire_captured(key)
-            if ready is not None and ready[1].version == ready[1].gradients.version:
+            if ready is not None and ready[1].is_current:
                 return self._handle(*ready)
             if ready is not None:
                 ready[0].release()
@@ -353,6 +362,7 @@ class Control:
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
+        variant.replays_left -= 1
         self._notices.replays = True
         capturer = self._capturer
         return ReplayHandle(
@@ -376,7 +386,7 @@ class Control:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_state(self._in_words(call, args))
+        reason = self._check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
@@ -394,14 +404,15 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        if not self._capturer.is_captured(call, lease.slot):
-            if not self._calls.may_capture():
-                lease.release()
-                return None
-            joined = self._join_others(call, args, lease)
-            if isinstance(joined, str):
-                return joined
-            lease = joined
+        if self._capturer.is_captured(call, lease.slot):
+            return self._handle(lease, lease.slot.variants[call.key])
+        if not self._calls.may_capture():
+            lease.release()
+            return None
+        joined = self._join_others(call, args, lease)
+        if isinstance(joined, str):
+            return joined
+        lease = joined
         with contextlib.ExitStack() as on_error:
             on_error.callback(lease.release)
             try:
@@ -471,16 +482,16 @@ class Control:
         self._turn()
         if self._refusal is not None:
             self._ask_for_refusal()
-        if self._capturer.state is not None and self._check_state() is None:
+        if self._check_state() is None:
             self._frozen = object()
         try:
             yield
         finally:
             self._frozen = None
 
-    def _check_state(self, what: str | None = None) -> str | None:
+    def _check_state(self, *about: Any) -> str | None:
         """As `Capturer.check_state`; within `frozen` nothing can have changed."""
-        return None if self._frozen is not None else self._capturer.check_state(what)
+        return None if self._frozen is not None else self._capturer.check_state(*about)
 
     def has_free_slot(self) -> bool:
         """Whether `acquire` would find a slot now."""
@@ -559,24 +570,15 @@ class Control:
         return failed is None
 
     def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        failed: CaptureError | None = None
+        what = call_name(self.module, args)
+        busy = CaptureError(
+            fallback.BUSY, user_line(), "build graphs before other threads call the module"
+        )
         try:
             with self._calls.capture() as free:
-                if not free:
-                    raise CaptureError(
-                        fallback.BUSY,
-                        user_line(),
-                        "build graphs before other threads call the module",
-                    )
-                self._capturer.captured(call, slot, args, {}, None)
+                self._capturer.captured(call, slot, args, {}, what, None if free else busy)
         except CaptureError as error:
-            failed = error
-        failed = self._capturer.cache.agree(call_name(self.module, args), call.key, slot, failed)
-        if failed is not None:
-            try:
-                self._notices.complain(failed)
-            finally:
-                failed = None  # its traceback holds this frame, and what it was about to capture
+            self._notices.complain(error)
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
@@ -733,13 +735,9 @@ class Control:
             return fallback.CLOSED
         return reason_around()
 
-    def _refused(self, state: ModuleState | None) -> str | None:
+    def _refused(self) -> str | None:
         """Why the module cannot be captured; asked where it may have changed, or was refused."""
-        if self._frozen is None and (
-            self._refusal is not None
-            or inside_data_parallel()
-            or (state is not None and state.hooked())
-        ):
+        if self._frozen is None:
             self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
 
@@ -787,6 +785,7 @@ class Control:
                 ),
             )
         result = self.run_eagerly(*args, **kwargs)
+        self._capturer.note_failed()
         if reason == fallback.WARM_UP:
             key = call_key(args, kwargs, self.device, self.module.training)
             self._output_gradients.watch(key, open_objects(result))
@@ -796,12 +795,13 @@ class Control:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
         compiler = self._capturer.program.compiler
-        if compiler is None or not self._has_code(args, kwargs):
+        if (compiler is None and not capturing()) or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and
         # counted.
-        with self._calls, compiler.counting() if capturing() else contextlib.nullcontext():
+        counts = compiler.counting() if compiler and capturing() else contextlib.nullcontext()
+        with self._calls, counts:
             return self._capturer.program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
@@ -150,6 +150,7 @@ def call_key(
         facts.append(fact)
     return (
         training,
+        _repeats(args, kwargs),
         len(args),
         tuple(kwargs),
         tuple(facts),
@@ -158,6 +159,12 @@ def call_key(
         tuple(torch._C._get_sdp_priority_order()),
         str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
+
+
+def _repeats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Which tensors of a call are the same object; empty if none is there twice."""
+    numbers = [id(t) for t in call_tensors(args, kwargs)]
+    return () if len({*numbers}) == len(numbers) else tuple(map(numbers.index, numbers))
 
 
 def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
@@ -170,7 +177,9 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
         if arg.device != device or arg.layout != torch.strided or _attributes(arg):
             return None
         strides = None if arg.is_contiguous() else own_strides(arg)
-        return (arg.shape, arg.dtype, arg.requires_grad, strides, arg.is_conj(), arg.is_neg())
+        # A graph has copies: code that asks what made its arguments is read on the arguments.
+        origin = arg.requires_grad and (True, arg.is_leaf)
+        return (arg.shape, arg.dtype, origin, strides, arg.is_conj(), arg.is_neg())
     if isinstance(arg, CONSTANTS):
         return kind, _value(arg)
     leaves, spec = tree_flatten(arg)
@@ -334,6 +343,25 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     )
 
 
+def row_major(tree: Any) -> Any:
+    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them;
+    itself if there are none."""
+
+    copies: dict[int, torch.Tensor] = {}
+
+    def dense(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous():
+            return leaf
+        if own_strides(leaf) is not None:
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().contiguous().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    made = tree_map(dense, tree)
+    return made if copies else tree
+
+
 def layout_of(gradient: torch.Tensor) -> Layout:
     """The layout in which a static copy of `gradient` is read: its own, expanded dimensions
     included; row-major for tensors with gaps."""
@@ -448,3 +476,17 @@ class CallModes(NamedTuple):
             torch._C._set_sdp_priority_order(list(self.attention[1]))  # type: ignore[attr-defined]
         if self.cudnn != now.cudnn:
             torch._C._set_cudnn_enabled(self.cudnn)
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Within the block there is no autocast, which guards of tensors would see: backwards, and
+    calls in another mode, ask them, too."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)

@@ -78,9 +78,9 @@ class KeyGradients:
             known[pattern] = None
             self.version += 1
 
-    def runs_under_autocast(self) -> None:
+    def runs_eagerly(self, reason: str) -> None:
         """Note a backward that captured ones do not stand for."""
-        self._fell_back(fallback.UNDER_AUTOCAST)
+        self._fell_back(reason)
 
     def forget(self) -> None:
         """Forget the patterns that were learned."""
@@ -254,12 +254,18 @@ def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[
     return readers
 
 
+_OWN_OPERATION = "GeneratedBackwardFor_packgraph_"  # what torch calls a custom operation's
+_TRACED = "torch._functorch.autograd_function"  # a custom function, of which a trace has graphs
+
+
 def runs_python(results: Iterable[torch.Tensor]) -> bool:
     """Whether a backward from `results` runs Python code that is not packgraph's (a custom
     function)."""
     return any(
         isinstance(node, torch.autograd.function.BackwardCFunction)
-        and type(node)._forward_cls.__module__.split(".")[0] != _OURS  # type: ignore[attr-defined]
+        and (of := type(node)._forward_cls.__module__).split(".")[0] != _OURS  # type: ignore[attr-defined]
+        and of != _TRACED
+        and not type(node).__name__.startswith(_OWN_OPERATION)
         for node in _nodes_behind([result for result in results if result.requires_grad])
     )
 

@@ -11,7 +11,8 @@ A DTensor has no memory of its own: what is baked, compared or zeroed is its loc
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -181,6 +182,22 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
         return True
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within the block the hooks of `parameters` do not fire."""
+    found = [table(parameter) for parameter in parameters for table in (_HOOKS, _LATE_HOOKS)]
+    tables = [(table, dict(table)) for table in found if table]
+    for table, _ in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in tables:
+            table.update(entries)
+        if tables:  # whoever has seen them without hooks looks again
+            RemovableHandle(OrderedDict())
 
 
 def hooks_made() -> int | None:

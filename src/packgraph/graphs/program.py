@@ -15,22 +15,22 @@ of the tree of outputs, which knows how to build an object of the same class wit
 Only objects that forward makes, and nobody keeps, are taken apart: the dry run sees to that.
 """
 
+import contextlib
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from packgraph.graphs.checks.state_kinds import PLAIN
-from packgraph.graphs.errors import is_user_file
-from packgraph.graphs.key import own_strides
+from packgraph.graphs.errors import CaptureError, forward_line, is_user_file
+from packgraph.graphs.key import CONSTANTS, own_strides, row_major
 from packgraph.graphs.stages import (
     CompileUnit,
     Run,
@@ -79,12 +79,11 @@ class Program:
         scope: Iterable[str] | None,
         granularity: str,
         compiler: StageCompiler | None = None,
+        reader: Any = None,
     ) -> None:
         self.module, self.compiler = module, compiler
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
         self.granularity = granularity
-        self.volatile: set[tuple[int, str]] = set()
-        self.assigned: set[tuple[int, str]] = set()
         self._staged: Staged | None = (
             module if isinstance(module, Staged) else None
         )  # asking takes 10 us
@@ -92,24 +91,23 @@ class Program:
         stages = (
             list(module.stages())
             if isinstance(module, Staged)
-            else [Stage("module", 0, partial(_call, module))]
+            else [Stage("module", 0, types.MethodType(_call, module))]
         )
         self.stages = stages
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
+        self.compiles = compiler is not None
+        self._list = CompileUnit(module, (_listed,), "the list of stages")
         self.pieces = {
-            run: compile_units_of(stages[run.start : run.stop])
-            for run in self.runs
-            if compiler and run.captured
+            run: compile_units_of(stages[run.start : run.stop]) for run in self.runs if run.captured
         }
+        self._reader = reader
 
     def rebuilt(self) -> "Program":
         """The program of the module as it is now: stages are bound to the submodules that were
         there when asked."""
-        program = Program(self.module, self.scope, self.granularity, self.compiler)
-        program.volatile, program.assigned = self.volatile, self.assigned
-        return program
+        return Program(self.module, self.scope, self.granularity, self.compiler, self._reader)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
@@ -126,8 +124,57 @@ class Program:
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
-            return self.compiler.run(self.pieces[run], _as_in_graphs(state))
-        return run_in_order(self.stages[run.start : run.stop], state)
+            found = self.compiler.run(self.pieces[run], _as_in_graphs(state))
+        elif run.captured and _TRACES.get() is not None:
+            found = self._run_read(run, {key: row_major(value) for key, value in state.items()})
+        else:
+            found = run_in_order(self.stages[run.start : run.stop], state)
+        return found if self.staged else {"outputs": open_objects(found["outputs"])}
+
+    @property
+    def reader(self) -> Any:
+        """Reads pieces (`front.Reader`); loaded when the first is read: torch's tracer takes
+        seconds."""
+        if self._reader is None:
+            from packgraph.graphs.front import Reader
+
+            self._reader = Reader()
+        return self._reader
+
+    def _run_read(self, run: Run, state: State) -> State:
+        """Runs stages as they are, each piece read before."""
+        start = run.start
+        for piece in self.pieces[run]:
+            self.reader.read(piece, state)
+            stop = start + len(piece.methods)
+            state, start = run_in_order(self.stages[start:stop], state), stop
+        return state
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """Reads what is known before a call runs: the list of stages; a module without stages. Each
+        trace with its owner; none where code is compiled.
+
+        A module is read on the call's own arguments, and on what a graph has in their place.
+
+        Raises:
+            CaptureError: It cannot be read, or it does other things with other tensors in place of
+                the arguments.
+        """
+        if self.compiles:
+            return []
+        if self.staged:
+            return [(self.reader.read(self._list, {}), self.module)]
+        state, piece = self.begin(args, kwargs), self.pieces[self.runs[0]][0]
+        shown = row_major(hide_lengths(detached_state(state, numbers_of_tensors(args, kwargs))))
+        given, found = self.reader.read(piece, state), self.reader.read(piece, shown)
+        if not found.does_as(given):
+            raise CaptureError(
+                "forward sees other arguments in a graph: one of them is a tensor of the module, a "
+                "view of another one, or has gaps in memory",
+                forward_line(self.module),
+                "pass tensors of their own",
+            )
+        return [(found, self.module)]
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
@@ -177,8 +224,57 @@ class _Plain:
         return self._program.run(run, state)
 
 
+_TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces", default=None)
+
+
+@contextlib.contextmanager
+def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Within the block captured stages are read before they run. found: gets the traces
+    (`front.Trace`) of what a graph will hold, each with its owner."""
+    token = _TRACES.set(found)
+    try:
+        yield
+    finally:
+        _TRACES.reset(token)
+
+
+@contextlib.contextmanager
+def reading_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within a block of `reading` these modules are read when they are called, as `Program.run`
+    reads stages."""
+    reader = Program(torch.nn.Module(), None, "chunk").reader
+    hooks: dict[torch.nn.Module, Any] = {}
+
+    def read(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hooks[module].remove()  # which is no part of it
+        piece = CompileUnit(module, (_call,), "module")
+        reader.read(piece, {"args": args, "kwargs": kwargs})
+        hooks[module] = module.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+
+    for module in modules:
+        hooks[module] = module.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            hook.remove()
+        hooks.clear()  # `read` refers to itself, and would keep the modules
+
+
+def note_trace(trace: Any, owner: Any) -> None:
+    """A graph that is about to be captured holds what was traced."""
+    found = _TRACES.get()
+    if found is not None:
+        found.append((trace, owner))
+
+
 def _call(module: torch.nn.Module, state: State) -> State:
-    return {"outputs": open_objects(module(*state["args"], **state["kwargs"]))}
+    return {"outputs": module(*state["args"], **state["kwargs"])}
+
+
+def _listed(module: Any, state: State) -> State:
+    module.stages()
+    return state
 
 
 def _as_in_graphs(state: State) -> State:
@@ -224,8 +320,40 @@ def hide_lengths(state: State) -> State:
     )
 
 
+def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
+    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as
+    they are.
+
+    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are
+    summed in eager's order. Any other becomes two: the next call with this key may well pass two
+    different ones.
+    """
+    cut: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
+            return leaf
+        if id(leaf) in single:
+            return cut.setdefault(id(leaf), cut_off(leaf))
+        return cut_off(leaf)
+
+    return tree_map(own, state)
+
+
+def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
+    which is a fact of the call's key."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
+
+
+def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, cut from what made it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
-_FIXED = (*PLAIN, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_FIXED = (*CONSTANTS, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 class _Closed(Exception):
@@ -327,7 +455,7 @@ def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins
             tuple(_take(v, tensors, seen, origins) for v in value),
         )
     if type(value) is dict:
-        if not all(isinstance(key, PLAIN) for key in value):
+        if not all(isinstance(key, CONSTANTS) for key in value):
             raise _Closed
         return "dict", tuple(
             (key, _take(entry, tensors, seen, origins)) for key, entry in value.items()

@@ -16,13 +16,28 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from packgraph.graphs import fallback
 from packgraph.graphs.checks.host_calls import watched_calls
 from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
 from packgraph.graphs.checks.operations import operation_of
 from packgraph.graphs.checks.random_state import PastDraws, Redraw
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.parameters import without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
+from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
+
+
+def unlike_captured(
+    region: Region, lease: SlotLease, gradients: Sequence[torch.Tensor | None]
+) -> str | None:
+    """Why no captured backward stands for one that begins now, if that is known."""
+    if torch.is_autocast_enabled(region.modes.device_type):
+        return fallback.UNDER_AUTOCAST
+    if lease.is_spent(region.number):
+        return fallback.AGAIN
+    strided = all(each is None or each.layout is torch.strided for each in gradients)
+    return None if strided else fallback.SPARSE
 
 
 def recompute_gradients(
@@ -66,7 +81,7 @@ def recompute_gradients(
     ]
     inputs = [leaves[entry.token] for entry in region.inputs if entry.differentiable]
     parameters = region.parameters.parameters
-    with _without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
+    with without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
         found = torch.autograd.grad(
             [out for out, _ in starts],
             [*inputs, *region.returned, *parameters],
@@ -94,7 +109,9 @@ def _check(region: Region, versions: list[int]) -> None:
                 region,
                 f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",
             )
-    if region.context.changed():
+    with torch.enable_grad(), region.modes.entered():  # as in the call
+        changed = region.context.changed()
+    if changed:
         raise _cannot(region, "the module was changed since its forward")
 
 
@@ -183,20 +200,6 @@ def _drawing_again(
     if not draws.agree_with(states):
         raise _cannot(region, "another thread has drawn random numbers while it ran")
     return made
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within the block the hooks of `parameters` do not fire."""
-    tables = [table for parameter in parameters if (table := parameter._backward_hooks)]
-    hooks = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, entries in zip(tables, hooks, strict=True):
-            table.update(entries)
 
 
 def _state(region: Region, leaves: dict[Token, torch.Tensor]) -> State:

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settin
 from packgraph.graphs.output_gradients import KeyGradients, is_seen
 from packgraph.graphs.parameters import expect_visits, has_hooks, is_sharded
 from packgraph.graphs.program import Program, close_objects
-from packgraph.graphs.recompute import recompute_gradients
+from packgraph.graphs.recompute import recompute_gradients, unlike_captured
 from packgraph.graphs.region import (
     Backward,
     Inner,
@@ -291,21 +292,21 @@ class _Replay(torch.autograd.Function):
         if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
             _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        casts = torch.is_autocast_enabled(region.modes.device_type)
-        backward = None if casts else region.backwards.get(pattern)
-        if backward is not None:
+        reason, backward = unlike_captured(region, lease, gradients), region.backwards.get(pattern)
+        if backward is not None and reason is None:
             signal, results = _replay_backward(region, backward, gradients, lease)
         else:
-            signal, results = _recompute(region, pattern, gradients, ctx, casts)
+            signal, results = _recompute(region, pattern, gradients, ctx, reason)
         if returned:
             expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
 def _recompute(
-    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, casts: bool
+    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, reason: str | None
 ) -> tuple[Any, list[Any]]:
-    """Run a backward eagerly that nobody has captured, and learn its pattern."""
+    """Run a backward eagerly that nobody has captured, and learn its pattern. reason: Why, if it
+    has none."""
     lease, known = ctx.lease, region.context.gradients
     if any(map(is_sharded, region.parameters.parameters)):
         raise _refuse_separate(region)
@@ -313,8 +314,8 @@ def _recompute(
         lease.start_backward(region.number)
     with torch.no_grad():
         found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-    if casts:
-        known.runs_under_autocast()
+    if reason is not None:
+        known.runs_eagerly(reason)
     else:
         known.learn(region.number, list(region.backwards), pattern)
     with lease.slots.launches:
@@ -384,6 +385,7 @@ def _launch_backward(
         settle(aside)
         found = separate.take()
     elif backward.attached.holds():
+        backward.attached.count_writes()
         backward.graph.replay()
     else:
         aside = attach(backward.owned)
@@ -456,7 +458,9 @@ def _check_settings(region: Region) -> None:
         )
     if not region.context.asks_later:
         return
-    if torch.get_default_dtype() != region.modes.dtype or region.context.changed():
+    with torch.enable_grad(), region.modes.entered():  # as in the call
+        changed = region.context.changed()
+    if torch.get_default_dtype() != region.modes.dtype or changed:
         raise RuntimeError(
             f"{region.name} runs Python code in its backward (a custom function, a checkpoint), "
             "and the module, or "
@@ -573,7 +577,7 @@ class Variant:
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
     is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
-    and know by its address only.
+    and know by its address only. replays_left: before one is compared with a plain call again.
     """
 
     regions: dict[int, Region]
@@ -582,11 +586,23 @@ class Variant:
     gradients: KeyGradients
     version: int
     dry_run: DryRun
+    replays_left: float = inf
 
     @property
     def segments(self) -> int:
         """Number of captured segments."""
         return len(self.regions)
+
+    @property
+    def is_current(self) -> bool:
+        """The next call may replay it as it is."""
+        return self.version == self.gradients.version and self.replays_left > 0
+
+    def touched(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors from outside that its forwards write to, and those that they read."""
+        contexts = [region.context for region in self.regions.values()]
+        writes = [tensor for context in contexts for tensor in context.writes]
+        return writes, [tensor for context in contexts for tensor in context.reads]
 
     def reset(self) -> None:
         """Free all graphs."""

@@ -37,6 +37,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
+from math import inf
 from types import TracebackType
 from typing import Any
 
@@ -485,6 +486,7 @@ class SlotLease:
         self.pending: set[int] = set()
         self.released = False
         self.kept = False
+        self._first_spent = inf
 
     def start_backward(self, region: int) -> None:
         """Check that `region` may run its backward now: once, and while the slot is still this
@@ -492,19 +494,27 @@ class SlotLease:
         if self.released or region not in self.pending:
             raise RuntimeError(
                 "backward through a captured region a second time: its saved activations are gone "
-                "after the first "
-                "(retain_graph=True has no effect on graphs, and outputs of one call need one "
+                "after the first, unless that has retain_graph=True (outputs of one call need one "
                 "common backward). Add "
                 "the losses before backward, call the module again, or run it under "
                 "packgraph.eager(...)"
             )
         # Later regions were captured to go first: what follows here may reuse their saved
         # activations.
-        if len(self.pending) > 1:
+        self._first_spent = min(self._first_spent, region)
+        if len(self.pending) > 1 and not _is_graph_kept():
             self.pending = {other for other in self.pending if other <= region}
 
+    def is_spent(self, region: int) -> bool:
+        """Whether a backward of `region` has no saved activations any more: it was run, or one of
+        an earlier region."""
+        return region >= self._first_spent
+
     def finish_backward(self, region: int) -> None:
-        """Note that `region` is done; the last one releases the slot."""
+        """Note that `region` is done, unless its graph is kept for another backward; the last one
+        releases the slot."""
+        if _is_graph_kept():
+            return
         self.pending.discard(region)
         if not self.pending and not self.kept:
             self.release()
@@ -518,3 +528,11 @@ class SlotLease:
     def __del__(self) -> None:
         if not self.released:
             self.release()
+
+
+def _is_graph_kept() -> bool:
+    """Whether the running backward has `retain_graph=True`."""
+    return (
+        torch._C._current_graph_task_id() >= 0
+        and torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    )

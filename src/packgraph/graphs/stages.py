@@ -54,6 +54,7 @@ class Stage:
             counter) is done twice.
         opaque: The stage runs as it is where stages are compiled: torch.compile could not take what
             it does, such as an exchange with other ranks that goes on behind it.
+        owner: The module that `run` takes before the state, for a function that is no method.
 
     Raises:
         ValueError: If `recompute` is something else.
@@ -67,10 +68,26 @@ class Stage:
 
     name: str
     layer: int
-    run: Callable[[State], State]
+    run: Callable[..., State]
     eager: str = ""
     recompute: str = ""
     opaque: bool = False
+    owner: Any = None
+
+    def __call__(self, state: State) -> State:
+        """The next state."""
+        return self.run(state) if self.owner is None else self.run(self.owner, state)
+
+    @property
+    def method(self) -> tuple[Any, Callable[..., State]]:
+        """The module that the stage belongs to, and a function of it and the state; None, and a
+        function of the state."""
+        owner, method = getattr(self.run, "__self__", None), getattr(self.run, "__func__", None)
+        if self.owner is not None:
+            return self.owner, self.run
+        if isinstance(owner, torch.nn.Module) and method is not None:
+            return owner, method
+        return None, self.run
 
     def __post_init__(self) -> None:
         if self.recompute not in ("", FULL, SELECTIVE):
@@ -101,7 +118,7 @@ def run_in_order(stages: Sequence[Stage], state: State) -> State:
     together: list[Stage] = []  # of one layer, to be recomputed in one
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         if not stage.recompute:
-            state = stage.run(state)
+            state = stage(state)
             continue
         together.append(stage)
         if following is None or _kind(following) != _kind(stage):
@@ -119,7 +136,7 @@ def _kind(stage: Stage) -> tuple[int, str]:
 def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:
     def run(state: State) -> State:
         for stage in stages:
-            state = stage.run(state)
+            state = stage(state)
         return state
 
     return run
@@ -127,8 +144,7 @@ def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:
 
 def _mark(stage: Stage) -> Callable[..., contextlib.AbstractContextManager[None]] | None:
     """The mark `offload` of the module whose method a stage is, if it has one."""
-    owner = getattr(stage.run, "__self__", None)
-    return getattr(owner, "offload", None) if isinstance(owner, torch.nn.Module) else None
+    return getattr(stage.method[0], "offload", None)
 
 
 class CompileUnit(NamedTuple):
@@ -151,9 +167,7 @@ def compile_units_of(stages: Sequence[Stage]) -> tuple[CompileUnit, ...]:
     pieces: list[CompileUnit] = []
     last: int | None = None
     for stage in stages:
-        owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
-        if not isinstance(owner, torch.nn.Module) or method is None:
-            owner, method = None, stage.run
+        owner, method = stage.method
         how, before = (owner, stage.recompute, stage.opaque), pieces[-1] if pieces else None
         alike = before and (before.owner, before.recompute, before.opaque) == how
         if before and alike and last == stage.layer and not stage.opaque:

@@ -44,15 +44,15 @@ from packgraph.graphs.backend import (
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
-from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
+from packgraph.graphs.guards import Guards
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import hide_lengths
+from packgraph.graphs.program import hide_lengths, reading, reading_calls
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.undone import compiled_code, explained, undone
@@ -157,7 +157,7 @@ class GraphedStep:
         )
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
-        self._state: ModuleState | None = None
+        self._guards: dict[Hashable, Guards] = {}
         self._stale: set[Hashable] = set()
         self.agreement: Agreement = own
         self.all_agree = False
@@ -228,10 +228,9 @@ class GraphedStep:
             )
         if call is None or agreed is Standing.EAGER:
             return False
-        state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
         try:
-            self._cache.capture(call, self._slot, lambda: self._captured(state, args))
+            self._cache.capture(call, self._slot, lambda: self._captured(call.key, args))
         except CaptureError as error:
             failed = error
         if isinstance(failed, FailedTogetherError):
@@ -247,7 +246,7 @@ class GraphedStep:
         """What a step with this signature is to this rank; forgets graphs of a changed module."""
         if call is None:
             return Standing.EAGER
-        if self._state is not None and self._state.changed() is not None:
+        if call.key in self._guards and not self._guards[call.key].holds():
             self._forget_captured()
         if call.key in self._slot.variants:
             if call.key not in self._stale:
@@ -274,6 +273,7 @@ class GraphedStep:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
+        self._guards.clear()
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -283,14 +283,15 @@ class GraphedStep:
         """
         if self.consensus is not alone:
             self._stale.update(self._slot.variants)
-            self._state = None
+            self._guards.clear()
             return
         self._drop_captured()
 
     def _drop_captured(self) -> None:
         self.stats.dropped("module changed", self._slot.clear())
         self._stale.clear()
-        self._state, self._buffers = None, GradientBuffers()
+        self._buffers = GradientBuffers()
+        self._guards.clear()
 
     def _all(self, args: Sequence[Any], *, is_dry_run: bool = False) -> torch.Tensor:
         """The whole step. is_dry_run: whether all ranks get to its end is not known."""
@@ -313,15 +314,19 @@ class GraphedStep:
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 
-    def _captured(self, state: ModuleState, args: tuple[Any, ...]) -> StepVariant:
+    def _captured(self, key: Hashable, args: tuple[Any, ...]) -> StepVariant:
         """The step's graph. Raises CaptureError for modules that cannot be captured at all, once
         the slot has let go of what any capture drops: ranks hold the same keys."""
-        refused = state.refused or find_unsupported(self.modules)
+        refused = find_unsupported(self.modules)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if self._meets:  # before exchanges within the step, too, in which others would wait
             self._meet()
-        return self._capture(args)
+        used: list[tuple[Any, Any]] = []
+        with reading(used):
+            variant = self._capture(args)
+        self._guards[key] = Guards(used, dict(self.modules.named_parameters()))
+        return variant
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
         leaves, spec = tree_flatten([hide_lengths({"": arg})[""] for arg in args])
@@ -343,7 +348,7 @@ class GraphedStep:
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
                 owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
                 parameter.grad = owned[-1].tensor
-            with compiled_code(self.compiled):
+            with compiled_code(self.compiled), reading_calls(self.modules):
                 read = self._run_dry(shown, journal)
             if self._meets:  # a capture may exchange, too
                 self._meet()
@@ -379,6 +384,5 @@ class GraphedStep:
                 self._all(shown, is_dry_run=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        if self.compiled or self._backend.guard_device is not None or self._meets:
-            self._backend.warm_up(watched)
+        self._backend.warm_up(watched)
         return read

@@ -22,38 +22,24 @@ from packgraph.graphs.checks.host_sync import (
     compiled_stages,
     known_generators,
 )
-from packgraph.graphs.checks.side_effects import SideEffects
-from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.checks.random_state import Draws
+from packgraph.graphs.errors import USER_ERRORS, CaptureError, raised_line
 from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.slots import one_capture
 
-# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
-# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
-# to interpret.
-USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
-
 
 @contextlib.contextmanager
-def undone(
-    module: torch.nn.Module,
-    backend: Backend,
-    effects: SideEffects | None = None,
-    watched: bool = True,
-) -> Iterator[Journal]:
-    """Undo every effect on tensors, random generators and the module's Python state when the block
-    ends.
+def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
+    """Undo every effect on tensors, on torch's random generators and on attributes of the module
+    when the block ends.
 
-    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
-    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
-    all, when the block has changed Python state that a replay would not change.
+    Captured code is traced and has no other effects; attributes are those that eager stages assign.
     """
     with one_capture():
-        yield from _undone(module, backend, effects or SideEffects(module), watched)
+        yield from _undone(module, backend)
 
 
-def _undone(
-    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
-) -> Iterator[Journal]:
+def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     journal = Journal()
     collecting = gc.isenabled()
     gc.disable()
@@ -61,22 +47,27 @@ def _undone(
         backend.extra_generators = module_generators(module)
         generators = backend.generators()
         torch.clear_autocast_cache()
-        effects.begin(generators)
+        attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        draws = journal.draws = Draws(generators)
         with torch.no_grad():
-            for buffer in effects.buffers():
+            for buffer in module.buffers():
                 journal.before_write(buffer)
-        journal.draws = effects.draws
     try:
         with (
             fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
             known_generators(generators),
-            effects.draws.watching() if watched else contextlib.nullcontext(),
+            draws.watching(),
         ):
             yield journal
-        effects.check()
     finally:
         with UnseenLoop():
-            effects.undo()
+            for now, before in attributes:
+                if len(now) != len(before) or any(
+                    now.get(name) is not value for name, value in before.items()
+                ):
+                    now.clear()
+                    now.update(before)
+            draws.undo()
             torch.clear_autocast_cache()
             with torch.no_grad():
                 journal.restore()
@@ -91,8 +82,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
     cannot hold that.
     """
     with contextlib.ExitStack() as stack:
-        if there:
-            stack.enter_context(compiled_stages(fixed))
+        stack.enter_context(compiled_stages(there, fixed))
         yield
 
 

@@ -103,10 +103,10 @@ class Wrapper(torch.nn.Module):
         if "forward" in own:  # put there past `__setattr__`
             self.forward = own.pop("forward")
         if not (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
+            len(self._forward_hooks)  # as attributes: the tracer has no guards of `vars`
+            or len(self._forward_pre_hooks)
+            or len(self._backward_hooks)
+            or len(self._backward_pre_hooks)
             or any(_HOOKS_OF_ALL)
             or own.get("_compiled_call_impl")
         ):

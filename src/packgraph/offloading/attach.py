@@ -53,6 +53,8 @@ class LayerMark:
     """The mark of one module in a layer. Code that torch.compile traces passes it by: there the
     whole piece is one group."""
 
+    BAKED = True
+
     def __init__(
         self, runtime: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module
     ) -> None:

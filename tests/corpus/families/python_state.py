@@ -12,7 +12,6 @@ import weakref
 from collections import (
     ChainMap,
     Counter,
-    OrderedDict,
     UserDict,
     UserList,
     defaultdict,
@@ -251,12 +250,6 @@ holder(
     lambda: {"a": 1.0, "b": 2.0},
     lambda held: next(iter(held.values())),
     lambda m: m.held.update(a=m.held.pop("a")),
-)
-holder(
-    "OrderedDict, moved to the end",
-    lambda: OrderedDict(a=1.0, b=2.0),
-    lambda held: next(iter(held.values())),
-    lambda m: m.held.move_to_end("a"),
 )
 holder(
     "defaultdict",

@@ -17,7 +17,7 @@ from packgraph.graphs.agreement import (
     set_consensus,
 )
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.fallback import APART, HIDDEN_STATE
+from packgraph.graphs.fallback import APART
 from packgraph.graphs.graphed import control
 from packgraph.parallel.consensus import StoreConsensus
 
@@ -46,23 +46,35 @@ class Recorded:
         return False
 
 
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale, self.looks = 1.0, False
+
+    def forward(self, x):
+        out = super().forward(x) * self.scale
+        return out * float(x.sum()) if self.looks else out
+
+
 def captured_together():
-    model, asks = nn.Linear(4, 4), Recorded()
+    model, asks = Scaled(), Recorded()
     graphed = packgraph.graph(model)
     control(graphed).consensus = asks
     for _ in range(3):  # two eager calls, then the capture
         graphed(torch.ones(2, 4)).sum().backward()
-    assert asks.asked == [CAPTURE, "vote", "vote"] and graphed.stats.replayed == 1
+    assert asks.asked == [CAPTURE, *["vote"] * 4] and graphed.stats.replayed == 1
     asks.asked.clear()
     return model, graphed, asks
 
 
-def test_a_rank_that_cannot_capture_after_all_says_so_before_others_begin(recwarn):
+def test_a_rank_that_cannot_capture_after_all_says_so(recwarn):
     model, graphed, asks = captured_together()
-    model.scale, model.extra = 2.0, iter([])  # a change, and what cannot be watched
-    graphed(torch.ones(2, 4)).sum().backward()
-    assert asks.asked == [START_OVER, HIDDEN_STATE, "note"]
-    assert graphed.stats.fallbacks[HIDDEN_STATE] == 1
+    model.scale, model.looks = 2.0, True  # a change, and what cannot be captured
+    for _ in range(2):
+        graphed(torch.ones(2, 4)).sum().backward()
+    assert asks.asked[:2] == [START_OVER, "vote"] and len(asks.asked) == 3
+    assert "waits for the device" in asks.asked[2]
+    assert graphed.stats.fallbacks["capture failed"] == 2 and graphed.stats.replayed == 1
 
 
 def test_nobody_captures_where_another_rank_cannot(recwarn):

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from packgraph.graphs import capture
-from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.guards import Guards
 
 
 class Scored(nn.Module):
@@ -102,8 +102,8 @@ def test_calls_with_constants_are_known_too(monkeypatch):
     forward_backward(graphed, None, x, 2)
     for ranks in (None, 1, 3):
         forward_backward(graphed, None, x, ranks)
-    looked, look = [], ModuleState.holds
-    monkeypatch.setattr(ModuleState, "holds", lambda state: looked.append(state) or look(state))
+    looked, look = [], Guards.holds
+    monkeypatch.setattr(Guards, "holds", lambda *about: looked.append(about) or look(*about))
     with graphed.frozen():
         for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
             expected = graphed.module(None, x, ranks)

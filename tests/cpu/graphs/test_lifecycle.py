@@ -13,12 +13,12 @@ from graphkit import make_toy, toy_inputs, toy_loss, train
 from torch import nn
 from tracekit import differences
 
-from packgraph.graphs import build
+from packgraph.graphs import build, fallback
 from packgraph.graphs.checks import host_sync as guard
-from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
+from packgraph.graphs.reference import Reference
 
 
 def quiet(call, *args):
@@ -74,7 +74,7 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
         return clone(tensor)
 
     eager = train(make_toy(), steps=4)
-    monkeypatch.setattr(torch.Tensor, "clone", assume_constant(no_memory))  # layers may call it
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)  # layers may call it
     graphed = graph(make_toy(), warmup=1, strict=True)
     assert differences(eager, train(graphed, steps=4)) == [] and full and graphed.stats.replayed > 0
 
@@ -123,7 +123,8 @@ def test_strict_raises_and_names_the_injected_error(monkeypatch):
         graph(make_toy(), warmup=0, strict=True)(*toy_inputs(8))
 
 
-def test_outputs_are_nan_between_capture_and_first_replay():
+def test_outputs_are_nan_between_capture_and_first_replay(monkeypatch):
+    monkeypatch.setattr(Reference, "is_met_by", lambda *given: True)  # which replays
     graphed = graph(nn.Linear(4, 4), warmup=0)
     graphed.build([(torch.randn(3, 4),)])
     variant = next(iter(graphed._slots.all[0].variants.values()))
@@ -134,9 +135,26 @@ def test_outputs_are_nan_between_capture_and_first_replay():
 def test_a_second_backward_through_a_region_is_an_error_not_a_wrong_number():
     graphed = graph(make_toy(), warmup=0)
     loss = toy_loss(graphed(*toy_inputs(8)))
-    loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+def test_a_graph_that_is_kept_is_run_again_for_each_further_backward(granularity):
+    eager, module = make_toy(), make_toy()
+    graphed = graph(module, warmup=1, granularity=granularity)
+    for step in range(4):
+        for model in (eager, graphed):
+            torch.manual_seed(step)
+            loss = toy_loss(model(*toy_inputs(8)))
+            for kept in (True, True, False):
+                quiet(lambda loss=loss, kept=kept: loss.backward(retain_graph=kept))
+        for one, other in zip(eager.parameters(), module.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    assert graphed.stats.replayed == 3 and graphed.stats.fallbacks[fallback.AGAIN] >= 6
+    del loss
+    assert not graphed._slots.in_flight()
 
 
 def test_slots_return_when_a_loss_is_dropped_without_backward():

@@ -59,7 +59,8 @@ def test_three_replays_are_named_with_segment_slot_and_capacity():
         for capacity in (SMALL, LARGE, SMALL):
             graphed(batch(capacity), TOKENS).backward()
     small, large = both("embed to head 2"), both("embed to head 2", size="48x4x24")
-    assert found == [*small, *large, *small]  # the second was captured under the profiler
+    # The second was captured under the profiler, and compared.
+    assert found == [*small, *large, *large, *small]
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -91,7 +92,7 @@ def test_a_module_without_stages_names_the_shape_of_its_input():
     graphed(torch.ones(8, 16)).sum().backward()
     with ranges() as found:
         graphed(torch.ones(8, 16)).sum().backward()
-    assert found == both("module", size="8x16")
+    assert found == 2 * both("module", size="8x16")  # one of them to be compared
     assert sizes_in_short(((batch(), torch.ones(2)), {"other": batch(LARGE)})) == "24x4,48x4x24"
     assert sizes_in_short(((3, None), {})) == ""
     assert range_name("module", "", LARGE) == "packgraph module 48x4x24"
@@ -107,7 +108,8 @@ def test_a_pipeline_names_microbatches_outside_captured_code(whole_steps):
         alone.step(batches, TOKENS)
     with ranges() as found:
         alone.step(batches, TOKENS)
-    assert found == captured
+    compared = set(captured) - {name for name in captured if "microbatch" in name}
+    assert len(captured) == len(found) + (0 if whole_steps else len(compared))
     if whole_steps:
         assert found == ["packgraph step slot 0 24x4,48x4x24"]
     else:

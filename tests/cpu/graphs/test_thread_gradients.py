@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from packgraph.graphs import replay
 from packgraph.graphs.checks.random_state import Redraw
-from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.gradients import SeparateGradients
 from packgraph.graphs.graphed import control, graph
@@ -286,7 +285,7 @@ def test_a_forward_is_not_run_again_when_another_thread_has_drawn_in_its_replay(
 
 def test_a_forward_is_run_again_while_another_thread_captures(monkeypatch):
     """The capture has put stand-ins in place of parameters: it is waited for."""
-    entered, leave = (assume_constant(threading.Event()) for _ in range(2))
+    entered, leave = (threading.Event() for _ in range(2))
 
     def forward(module, x):
         if len(x) == 2 and not leave.is_set():

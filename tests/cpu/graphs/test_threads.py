@@ -21,7 +21,6 @@ from packgraph.graphs import slots
 from packgraph.graphs.checks import random_state
 from packgraph.graphs.checks.host_calls import watch_also
 from packgraph.graphs.checks.random_state import Draws
-from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
 from packgraph.graphs.fallback import eager as run_eagerly
@@ -183,10 +182,7 @@ def test_draws_of_the_captured_code_itself_are_refused_while_another_thread_draw
         "attribute": lambda m, x: m.linear(x) * float(m.draw()),
     }
     module = One(forwards[held], draw=function)
-    with (
-        beside(DRAWS[draw]),
-        pytest.raises(CaptureError, match="draws random numbers on the host") as caught,
-    ):
+    with beside(DRAWS[draw]), pytest.raises(CaptureError) as caught:
         graph(module, warmup=0, strict=True)(X)
     assert __file__ in caught.value.where
 
@@ -245,18 +241,30 @@ def test_nothing_of_torch_is_replaced_while_a_capture_runs():
     assert seen and all(found == before for found in seen)
 
 
+def looking(does):
+    """An operation that returns a copy of its argument, and calls `does`, which no tracer sees."""
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        does()
+        return x.clone()
+
+    made = torch.library.custom_op(f"test_threads::look{id(does)}", look, mutates_args=())
+    made.register_fake(torch.empty_like)
+    return made
+
+
 def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
     """An eager call of another thread waits while the module is captured, and a capture for calls
     under way."""
-    seen = assume_constant([])
+    seen = []
 
-    def forward(module, x):
+    @looking
+    def look():
         seen.append((threading.current_thread().name, id(module.linear.weight)))
         time.sleep(1e-4)  # let the other thread in
         seen.append((threading.current_thread().name, id(module.linear.weight)))
-        return module.linear(x)
 
-    module = One(forward)
+    module = One(lambda module, x: module.linear(look(x)))
     real, graphed = id(module.linear.weight), graph(module, warmup=0)
 
     def evaluate():
@@ -272,22 +280,20 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
     assert not (errors := together(evaluate, capture)), errors
     assert {weight for name, weight in seen if name == "evaluating"} == {real}
-    assert graphed.stats.captured == 19 and any(
-        weight != real for name, weight in seen if name == "capturing"
-    )
+    assert graphed.stats.captured == 19 and graphed.stats.replayed == 19
 
 
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
     monkeypatch.setattr(slots, "LONGEST_WAIT_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
-    def forward(module, x):
+    @looking
+    def look():
         if threading.current_thread() is thread:
             entered.set()
             leave.wait(60)
-        return module.linear(x)
 
-    graphed = graph(One(forward), warmup=0)
+    graphed = graph(One(lambda module, x: module.linear(look(x))), warmup=0)
 
     def stay_eager():
         with run_eagerly("test"), torch.no_grad():
@@ -314,8 +320,9 @@ def swallows(module, x):
 
 
 def test_an_error_that_the_module_swallows_is_raised_all_the_same():
-    with pytest.raises(CaptureError, match="seeds a random generator"):
+    with pytest.raises(CaptureError) as caught:
         graph(One(swallows), warmup=0, strict=True)(X)
+    assert "in swallows" in caught.value.where
 
 
 def test_a_thread_of_autograds_is_watched_as_long_as_the_capture():
@@ -365,27 +372,28 @@ def test_a_profiler_that_begins_in_captured_code_is_refused():
         sys.setprofile(None)
         return module.linear(x)
 
-    with pytest.raises(CaptureError, match="profiler"):
+    with pytest.raises(CaptureError):
         graph(One(forward), warmup=0, strict=True)(X)
 
 
 @pytest.mark.parametrize(
     "move", [lambda s: torch.random.set_rng_state(s), lambda s: torch.set_rng_state(s)]
 )
-def test_the_default_generator_is_moved_at_replays_too(move):
+def test_code_that_moves_the_default_generator_runs_eagerly(move):
     def forward(module, x):
         state = torch.get_rng_state()
         first = torch.rand(4)
         move(state)
         return module.linear(x) * (torch.rand(4) - first + 1)
 
-    eager, graphed = One(forward), graph(One(forward), warmup=0, strict=True)
+    eager, graphed = One(forward), graph(One(forward), warmup=0)
     states, outputs = [], []
     for model in (eager, graphed):
         torch.manual_seed(4)
-        outputs.append([model(X) for _ in range(3)])
+        outputs.append([quietly(model, X) for _ in range(3)])
         states.append(torch.get_rng_state())
-    assert torch.equal(*states) and all(map(torch.equal, *outputs)) and graphed.stats.replayed == 3
+    assert torch.equal(*states) and all(map(torch.equal, *outputs))
+    assert graphed.stats.replayed == 0 and dict(graphed.stats.fallbacks) == {"capture failed": 3}
 
 
 def test_a_generator_moved_in_another_way_is_refused():
@@ -393,7 +401,7 @@ def test_a_generator_moved_in_another_way_is_refused():
         torch.default_generator.set_state(torch.default_generator.get_state())
         return module.linear(x)
 
-    with pytest.raises(CaptureError, match=r"Generator\.get_state\(\)"):
+    with pytest.raises(CaptureError):
         graph(One(forward), warmup=0, strict=True)(X)
 
 
@@ -521,18 +529,18 @@ def test_threads_that_run_only_a_librarys_code_do_not_count():
     tqdm = pytest.importorskip("tqdm")
     monitor = tqdm.TMonitor(tqdm.tqdm, 10)
     try:
-        assert random_state._alone()
+        assert random_state.is_alone()
         with beside(lambda: time.sleep(1e-3)):
-            assert not random_state._alone()
+            assert not random_state.is_alone()
     finally:
         monitor.exit()
-    assert random_state._alone()
+    assert random_state.is_alone()
 
 
 def test_the_thread_that_makes_steps_ahead_does_not_count():
     with ThreadPoolExecutor(1, random_state.QUIET_THREAD) as thread:
         thread.submit(time.sleep, 0).result()
-        assert random_state._alone()
+        assert random_state.is_alone()
     with ThreadPoolExecutor(1, "another") as thread:
         thread.submit(time.sleep, 0).result()
-        assert not random_state._alone()
+        assert not random_state.is_alone()

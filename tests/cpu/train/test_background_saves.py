@@ -165,13 +165,13 @@ def test_a_run_with_slow_saves_writes_what_a_run_that_waits_does(
     waiting = go(tmp_path / "waiting", settings(False, graph=graph))
     slow = Slow(monkeypatch, seconds=0.15 if graph else 0.4)
     alone = []
-    look = random_state._alone
+    look = random_state.is_alone
 
     def looked() -> bool:
         alone.append((slow.running > 0, look()))
         return alone[-1][1]
 
-    monkeypatch.setattr(random_state, "_alone", looked)
+    monkeypatch.setattr(random_state, "is_alone", looked)
     beside = go(tmp_path / "beside", settings(graph=graph))
     equal(state_of(beside), state_of(waiting))
     assert slow.begun == [2, 4, 6, 8] and slow.most == 1

@@ -1,8 +1,7 @@
 """`packgraph.verify` of modules of one's own."""
 
-import types
+import sys
 import warnings
-from typing import ClassVar
 
 import pytest
 import torch
@@ -37,34 +36,38 @@ def test_a_module_that_replays_is_equal_and_left_alone():
     assert not any(parameter.grad is not None for parameter in module.parameters())
 
 
-class Scaled(nn.Module):
-    """Forward reads a number that was promised not to change; every copy has one of its own."""
+SCALE = [1.0]
 
-    made: ClassVar[list["Scaled"]] = []
+
+@torch.library.custom_op("test_module::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """The Python of an operation, which no tracer reads."""
+    return x * SCALE[0]
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda ctx, gradient: gradient * SCALE[0])
+
+
+class Scaled(nn.Module):
+    """Forward reads a number that nobody sees."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.held = packgraph.assume_constant(types.SimpleNamespace(scale=1.0))
-        self.made.append(self)
-
-    def __deepcopy__(self, memo):
-        copied = Scaled()
-        copied.load_state_dict(self.state_dict())
-        return copied
 
     def forward(self, x):
-        return self.linear(x) * self.held.scale
+        return scaled(self.linear(x))
 
 
-def test_a_broken_promise_is_found():
+def test_a_broken_promise_is_found(monkeypatch):
     def changing():
         for number, batch in enumerate(batches()):
             if number == 4:
-                for module in Scaled.made:
-                    module.held.scale = 2.0
+                SCALE[0] = 2.0
             yield batch
 
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", [1.0])
     found = packgraph.verify(Scaled(), changing())
     assert not found and found.steps == 5
     assert found.difference is not None and found.difference.name == "output 0"

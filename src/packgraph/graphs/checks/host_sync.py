@@ -56,7 +56,7 @@ def shapes_only(types: Iterable[type]) -> bool:
 _KEEP = "keep the value on the device, or read it after the step"
 _PRINT = "print it after the step, or run the call under packgraph.eager(...)"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
-_HOST_READS = {
+HOST_READS = {
     "__bool__": (
         "a Python branch on a tensor",
         "use torch.where, or take the branch outside the captured stage",
@@ -85,7 +85,7 @@ _MASKS = (
     "are not looked at"
 )
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_LOOKED_AT = _HOST_READS.keys() | _FROM_PYTHON
+_LOOKED_AT = HOST_READS.keys() | _FROM_PYTHON
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
@@ -119,13 +119,15 @@ class Journal:
     where the device has no memory for them: a step's graph writes to all gradients, which may be
     more than is free.
 
-    draws: what the same capture does to random generators, if it is watched.
+    draws: what the same capture does to random generators, if it is watched. has_drawn: whether an
+    operation may have drawn from one.
     """
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._beside = 0  # bytes of copies on the device
         self.draws: Draws | None = None
+        self.has_drawn = False
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Save the whole storage behind `tensor` unless it is saved already."""
@@ -134,13 +136,14 @@ class Journal:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
                 tensor.untyped_storage()
             )
-            copy = _copied(whole, self._beside)
+            copy = copied(whole, self._beside)
             self._beside += copy.numel() if copy.device.type == "cuda" else 0
             self._saved[key] = (whole, copy)
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the capture's code that may draw, with random numbers that nobody
         else gets."""
+        self.has_drawn = True
         return (
             operation.function(*args, **kwargs)
             if self.draws is None
@@ -160,7 +163,8 @@ class Journal:
         return [whole for whole, _ in self._saved.values()]
 
 
-def _copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
+def copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
+    """A copy of bytes, on the device if there is room for it. beside: see `_has_room`."""
     if _has_room(whole, beside):
         with contextlib.suppress(torch.OutOfMemoryError):
             return whole.clone()
@@ -223,17 +227,12 @@ class HostSyncCheck(FunctionWatcher):
         if name not in _LOOKED_AT:
             return func(*args, **(kwargs or {}))
         if (
-            name in _HOST_READS
+            name in HOST_READS
             and args
             and isinstance(args[0], torch.Tensor)
             and self._counts(args[0].device.type)
         ):
-            (what, remedy), where = _HOST_READS[name], user_line()
-            raise CaptureError(
-                f"{what} waits for the device inside a captured stage",
-                where,
-                _MASKS if _MASKS_OF in where else remedy,
-            )
+            raise host_read(name, user_line())
         if (
             self.constants_too
             and name in _FROM_PYTHON
@@ -254,8 +253,18 @@ class HostSyncCheck(FunctionWatcher):
         return self.device is None or device == self.device
 
 
+def host_read(name: str, where: str) -> CaptureError:
+    """The error for a read of a tensor by this method, at a line."""
+    what, remedy = HOST_READS[name]
+    return CaptureError(
+        f"{what} waits for the device inside a captured stage",
+        where,
+        _MASKS if _MASKS_OF in where else remedy,
+    )
+
+
 @contextlib.contextmanager
-def compiled_stages(fixed: bool = False) -> Iterator[None]:
+def compiled_stages(there: bool = True, fixed: bool = False) -> Iterator[None]:
     """Within the block torch.compile works under the modes that watch captured code. fixed: see
     `all_is_compiled`.
 
@@ -263,7 +272,7 @@ def compiled_stages(fixed: bool = False) -> Iterator[None]:
     operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
     the watchers itself (graphs/compiled/opaque.py).
     """
-    token, all_token = _COMPILED.set(True), _FIXED.set(fixed)
+    token, all_token = _COMPILED.set(there), _FIXED.set(fixed)
     try:
         yield
     finally:
@@ -319,6 +328,7 @@ class CaptureChecker(CodeWatcher):
     refuse: False only journals (stages that stay eager may do what they like). device: as in
         HostReadGuard.
     external, written: the tensors from outside that the code has read and written to, by storage.
+    made: storages that it has made.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
@@ -326,7 +336,7 @@ class CaptureChecker(CodeWatcher):
         self.journal, self.refuse, self.device = journal, refuse, device
         self.external: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
-        self._own: set[int] = set()
+        self.made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -335,7 +345,7 @@ class CaptureChecker(CodeWatcher):
         with Unseen():
             operation = operation_of(func)
             if operation is not None:
-                operands, inputs, written = self._before(operation, args, kwargs)
+                inputs = self._before(operation, args, kwargs)
         if operation is None:
             return func(*args, **kwargs)
         result = (
@@ -345,41 +355,29 @@ class CaptureChecker(CodeWatcher):
         )
         with Unseen():
             results = [result] if type(result) in PLAIN_TENSORS else flat((result,))
-            self._own.update(storages(results).keys() - inputs)
-            self.has_run(operation, inputs, operands, written, results)
+            self.made.update(storages(results).keys() - inputs)
         return result
 
     def _before(
         self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], Set[int], Set[int]]:
-        """What an operation is called with, and the storages that it reads and writes."""
+    ) -> Set[int]:
+        """Looks at an operation that is about to run: the storages that it is given."""
         operands = operands_of(args, kwargs)
-        self.begins(operation, operands)
         if self.refuse:
             refuse_unsafe(operation, args, kwargs, operands, self.device)
         inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
         for key, tensor in written.items():
-            if key not in self._own:
+            if key not in self.made:
                 self.journal.before_write(tensor)
                 self.written[key] = tensor
         for key, tensor in inputs.items():
-            if key not in self._own:
+            if key not in self.made:
                 self.external[key] = tensor
-        return operands, inputs.keys(), written.keys()
+        return inputs.keys()
 
-    def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
-        """Called before an operation runs."""
-
-    def has_run(
-        self,
-        operation: Operation,
-        inputs: Set[int],
-        operands: Sequence[Any],
-        written: Set[int],
-        results: Sequence[Any],
-    ) -> None:
-        """Called when an operation has run. inputs: the storages of its operands. written: those it
-        has written to."""
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the code has made the tensor's memory."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.made
 
 
 def refuse_unsafe(

@@ -11,11 +11,8 @@ before each of these moves with what the last one left, and at the end. Where ot
 capture's numbers stay drawn: an order of draws between threads that no program could rely on has
 then skipped a few. Forwards that are run again for their gradients draw in the same way (`Redraw`).
 
-Draws from Python's and numpy's global generator in captured code are refused: a graph would freeze
-them. Python's are seen in the capturing thread, before they happen. numpy's functions are none that
-Python can watch. So numpy's generator having moved is taken for the captured code's doing if no
-other Python thread lives, or if captured code mentions it: by a global, a variable, or an attribute
-of its first argument.
+PyTorch's tracer refuses code that draws from Python's and numpy's global generators, or seeds one
+(graphs/front.py).
 """
 
 import contextlib
@@ -27,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.checks.host_calls import SeesBuiltin, Watcher, watched_calls
 from packgraph.graphs.checks.operations import Operation
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import CaptureError, user_line
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
@@ -143,34 +140,25 @@ class Draws(Watcher):
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = list(generators)
-        self._seeds = [generator.initial_seed() for generator in self._generators]
         self._torch = [_torch_state(generator) for generator in self._generators]
         self._python = _State(
             random.getstate, random.setstate, lambda one, other: bool(one == other)
         )
         self._numpy = _numpy_state()
-        self._alone = _alone()
+        self._alone = is_alone()
         self._captured = True
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
-        self.known: dict[int, Any] = {}
-        self._mention: str | None = None
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
         self._rewound: dict[int, torch.Generator] = {}
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
         """See Watcher."""
-        return {
-            **dict.fromkeys(("random", "getrandbits", "setstate"), self._host_generator),
-            **dict.fromkeys(
-                ("manual_seed", "set_state", "set_offset", "graphsafe_set_state"),
-                self._torch_generator,
-            ),
-            "seed": self._any_seed,
-        }
+        names = ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state")
+        return dict.fromkeys(names, self._torch_generator)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block this thread's calls are seen."""
-        return watched_calls(self)
+        """Within the block this thread's calls are seen, where graphs hold distances."""
+        return watched_calls(self) if self.bakes else contextlib.nullcontext()
 
     # ---- operations
 
@@ -185,9 +173,7 @@ class Draws(Watcher):
         with self._moving(self._torch):
             before = [_read(generator) for generator in self._rewound.values()]
             result = operation.function(*args, **kwargs)
-            if self._captured and before != [
-                _read(generator) for generator in self._rewound.values()
-            ]:
+            if before != [_read(generator) for generator in self._rewound.values()]:
                 raise _drawn_again()
         return result
 
@@ -218,36 +204,23 @@ class Draws(Watcher):
                 if state is not None:
                     state.note()
 
-    # ---- what Python does
+    def moving(self) -> contextlib.AbstractContextManager[None]:
+        """The capture itself moves whatever generators it likes in the block."""
+        return self._moving([*self._torch, self._python, self._numpy])
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Eager code runs in the block, at every replay too: it may draw and seed."""
+        """Eager code runs in the block, at every replay too: it may draw, seed and set states."""
         self._captured = False
         try:
             with self._moving([self._python, self._numpy]):
                 yield
         finally:
             self._captured = True
-        self._seeds = [generator.initial_seed() for generator in self._generators]
-
-    def check(self, where: str) -> None:
-        """Raise CaptureError for draws and seeds of captured code that could not be refused before.
-        where: its line."""
-        # numpy that was imported meanwhile has a state of its own: what mentions it is believed to
-        # draw.
-        moved = "numpy.random" in sys.modules if self._numpy is None else not self._numpy.look()
-        alone = self._alone and _alone()
-        if (moved and (self._mention or (alone and self._numpy is not None))) or (
-            alone and not self._python.look()
-        ):
-            raise _frozen("random or numpy.random", self._mention or where)
-        if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
-            raise _seeded(where)
 
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
-        alone = self._alone and _alone()
+        alone = self._alone and is_alone()
         states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
         moved = [state for state in states if state.is_moved(alone)]
         if (
@@ -257,23 +230,6 @@ class Draws(Watcher):
             moved = [state for state in moved if state.is_moved(alone)]
         for state in moved:
             state.undo()
-
-    def _any_seed(self, frame: FrameType, function: Any, done: bool) -> None:
-        if isinstance(function.__self__, torch.Generator):
-            self._torch_generator(frame, function, done)
-        else:
-            self._host_generator(frame, function, done)
-
-    def _host_generator(self, frame: FrameType, function: Any, done: bool) -> None:
-        """A function of one of Python's generators is called."""
-        if function.__self__ is not _PYTHON or not self._is_asked_for(frame):
-            return
-        if not self._captured:
-            self._python.note() if done else self._python.look()
-        elif (
-            function.__name__ != "setstate"
-        ):  # torch.compile puts the state back, which moves nothing
-            raise _frozen("random", user_line(frame))
 
     def _torch_generator(self, frame: FrameType, function: Any, done: bool) -> None:
         """A generator of torch's is seeded, or gets another state."""
@@ -285,18 +241,7 @@ class Draws(Watcher):
             for generator, state in zip(self._generators, self._torch, strict=True)
             if generator._cdata == key  # type: ignore[attr-defined]
         ]
-        shared = known or any(
-            key == other._cdata  # type: ignore[attr-defined]
-            for other in torch.cuda.default_generators
-        )
-        if (
-            self._captured
-            and shared
-            and function.__name__ in ("manual_seed", "seed")
-            and self._is_asked_for(frame)
-        ):
-            raise _seeded(user_line(frame))
-        if known and self._captured and self.bakes:
+        if known and self._captured:
             if not _puts_back(frame):
                 raise CaptureError(
                     "captured code sets the state of a random generator: a replay would not",
@@ -306,30 +251,6 @@ class Draws(Watcher):
             self._rewound[key] = function.__self__
         for state in known:
             state.note() if done else state.look()
-
-    @staticmethod
-    def _is_asked_for(frame: FrameType | None) -> bool:
-        """Whether the user's code asks for it, by whatever functions; not a compiler, which puts
-        back what it moves."""
-        while frame is not None and not is_user_file(frame.f_code.co_filename):
-            if frame.f_code.co_filename.startswith(_COMPILERS):
-                return False
-            frame = frame.f_back
-        return frame is not None
-
-    def entered(self, frame: FrameType) -> None:
-        """Note whether captured code mentions numpy's global generator."""
-        code = frame.f_code
-        if not self._captured:
-            return
-        self.known[id(code)] = code  # which keeps the number taken
-        if (
-            self._mention is None
-            and code.co_name != "<module>"
-            and is_user_file(code.co_filename)
-            and _mentions(frame)
-        ):
-            self._mention = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 class PastDraws:
@@ -464,8 +385,8 @@ def _puts_back(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
-def _alone() -> bool:
-    """Whether no other thread could draw. Some threads of libraries run nobody's code but their
+def is_alone() -> bool:
+    """No other thread could draw. Some threads of libraries run nobody's code but their
     own, and a thread that Python did not begin (autograd's) runs none while it has no frame."""
     others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     frames = sys._current_frames() if others else {}
@@ -493,14 +414,6 @@ def _first_file(frame: FrameType | None) -> str:
     return first
 
 
-def _frozen(what: str, where: str) -> CaptureError:
-    return CaptureError(
-        f"the module draws random numbers on the host ({what}): a graph would freeze them",
-        where,
-        _DRAW_OUTSIDE,
-    )
-
-
 def _drawn_again() -> CaptureError:
     return CaptureError(
         "random numbers are drawn after captured code has set the state of a generator, as a "
@@ -508,47 +421,6 @@ def _drawn_again() -> CaptureError:
         user_line(),
         "leave dropout outside of the checkpoint, or the checkpoint outside of the captured stages",
     )
-
-
-def _seeded(where: str) -> CaptureError:
-    return CaptureError(
-        "the module seeds a random generator inside a captured stage: a replay would not seed it "
-        "again",
-        where,
-        RESEED,
-    )
-
-
-def _mentions(frame: FrameType) -> bool:
-    """Whether the code of a frame that begins can reach numpy's global generator by a name."""
-    numpy, modules = (
-        sys.modules.get("numpy"),
-        [sys.modules.get(f"numpy.random{part}") for part in ("", ".mtrand")],
-    )
-    draws = getattr(modules[1], "_rand", None)
-    code, variables = frame.f_code, frame.f_locals
-    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
-    held = getattr(first, "__dict__", {})
-    found = [
-        *variables.values(),
-        *(
-            scope[name]
-            for name in code.co_names
-            for scope in (frame.f_globals, held)
-            if name in scope
-        ),
-    ]
-    for value in found if draws is not None else ():
-        if (
-            value is draws
-            or any(value is module for module in modules)
-            or (isinstance(value, MethodType) and value.__self__ is draws)
-        ):
-            return True
-        if value is numpy and "random" in code.co_names:
-            return True
-    # `import numpy` inside the function
-    return "random" in code.co_names and "numpy" in code.co_names
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:

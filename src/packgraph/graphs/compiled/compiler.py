@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.checkpointed import FULL, checkpointed, draws
 from packgraph.graphs.checks.host_calls import (
@@ -42,20 +41,14 @@ from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.key import CONSTANTS
+from packgraph.graphs.front import Code, TracedCode, chain, definition, explained, shapes_of
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
-TO_DO = (
-    "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
-    "compile=False"
-)
-MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
-Code = Callable[[Any, State], State]
 
 
 class OpenBatch(PackedBatch):
@@ -116,7 +109,7 @@ class Compiler:
             )
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self.adds_products = False
-        self._make = make or self._compiled
+        self._make = make
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
@@ -137,7 +130,7 @@ class Compiler:
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
         modes = tuple([getattr(piece.owner, "training", None) for piece in pieces])
-        key = (tuple(pieces), modes, _shapes(state))
+        key = (tuple(pieces), modes, shapes_of(state))
         codes = self._codes.setdefault(key, [])
         with unguarded():
             for piece, code in zip(pieces, list(codes), strict=False):
@@ -161,47 +154,38 @@ class Compiler:
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
-            raise _explained(piece, error) from error
+            raise explained(piece, error) from error
 
     def _code_for(self, piece: CompileUnit, state: State) -> Code:
         """Code of its own for every function and every bucket: torch limits how often one code is
         compiled. An opaque piece is its own code."""
         if piece.opaque:
-            return _chain(piece)
+            return chain(piece)
         shared = (type(piece.owner), piece.methods, getattr(piece.owner, "precision", None))
-        key = (shared, getattr(piece.owner, "training", None), _shapes(state))
+        key = (shared, getattr(piece.owner, "training", None), shapes_of(state))
         if key not in self._code:
-            self._code[key] = self._make(_chain(piece))
+            self._code[key] = (self._make or self._compiled)(chain(piece))
             self._shapes[shared] = self._shapes.get(shared, 0) + 1
             if self._shapes[shared] > 1:
                 self.stats.recompiles[f"{piece.name}: other inputs"] += 1
         return self._code[key]
 
     def _compiled(self, function: Code) -> Code:
-        done, this = 0, weakref.ref(self)
+        this = weakref.ref(self)
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            nonlocal done
-            if all_is_compiled():
-                raise CaptureError(
-                    "code that was compiled before does not fit inside the capture of it",
-                    "",
-                    "something that torch takes for a constant differs from call to call: "
-                    + TO_DO
-                    + MORE,
-                )
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
             code = compiler._build(graph, inputs)
-            done += 1
-            if done > 1:
+            if traced.traces:
                 compiler.stats.recompiles[f"{compiler._now}: other constants"] += 1
             compiler.stats.compiled += 1
             compiler.stats.compile_seconds += time.perf_counter() - started
             return code
 
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        traced = TracedCode(function, backend, lambda: not all_is_compiled())
+        return traced
 
     def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""
@@ -291,45 +275,10 @@ def _again(code: Code, piece: CompileUnit, uses: WeightUses, state: State) -> St
         raise CaptureError(
             f"compiled code of {piece.name} is to be recomputed in full and draws random numbers "
             "(dropout), which its backward would draw anew",
-            _definition(piece),
+            definition(piece),
             "leave out dropout, recompute='full' of these stages, or compile",
         )
     return made
-
-
-def _chain(piece: CompileUnit) -> Code:
-    """The piece's stages as one function, with a code object of its own: torch keeps what it
-    compiled with that."""
-    methods, owned = piece.methods, piece.owner is not None
-
-    def run(owner: Any, state: State) -> State:
-        for method in methods:
-            state = method(owner, state) if owned else method(state)
-        return state
-
-    code = run.__code__.replace(co_name=f"stages_{len(methods)}")
-    return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-
-
-def _shapes(state: State) -> Hashable:
-    """What of a state code is compiled for: the form of every tensor, and constants; and whether
-    gradients are on."""
-    return torch.is_grad_enabled(), tuple(
-        (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
-        for key, value in state.items()
-    )
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, PackedBatch)
-
-
-def _shape(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, PackedBatch):
-        return leaf.capacity
-    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
 
 
 def as_traced(
@@ -372,41 +321,3 @@ def _unwatched_dynamo() -> AbstractContextManager[None]:
         if callback not in callbacks:  # torch.compiler.reset takes it out
             callbacks.append(callback)
     return unwatched_compiling()
-
-
-def _explained(piece: CompileUnit, error: Exception) -> CaptureError:
-    """What torch.compile has raised, as an error at the user's line."""
-    if isinstance(error, FailOnRecompileLimitHit):
-        return CaptureError(
-            f"the stages {piece.name} were compiled again and again for the same shapes: something "
-            "that torch takes for a constant differs from layer to layer or from call to call",
-            _definition(piece),
-            "make it a tensor (a buffer), or " + TO_DO + MORE,
-        )
-    inner = getattr(error, "inner_exception", None) or error
-    if isinstance(inner, CaptureError):
-        return CaptureError(inner.what, inner.where or _definition(piece), inner.remedy)
-    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
-    return CaptureError(
-        f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
-        _line(error) or _definition(piece),
-        TO_DO + MORE,
-    )
-
-
-def _line(error: BaseException) -> str | None:
-    """The user's line that an error of torch.compile is about, if it says."""
-    for frame in reversed(getattr(error, "real_stack", None) or []):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return None
-
-
-def _definition(piece: CompileUnit) -> str:
-    """Where the first of the stages begins."""
-    code = getattr(piece.methods[0], "__code__", None)
-    return (
-        user_line()
-        if code is None
-        else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-    )

@@ -88,7 +88,6 @@ def trial_memory(
                         call,
                         slot,
                         SpareGradients(program.module),
-                        lambda: None,
                         contextlib.nullcontext(),
                         own.lends,
                         tried,

@@ -12,7 +12,6 @@ and stay finite, so nothing that a padding token holds reaches a result.
 """
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,10 +189,11 @@ class PackedModel(nn.Module):
                     f"layer {index} came after packed(model), which prepares layers; call it again"
                 )
             kind = self.layer_types[index] if self.layer_types else ""
-            run = types.MethodType(layer_runner(kind, windows[index]), layer)
-            inner.append(Stage("layer", index, run))
+            inner.append(Stage("layer", index, layer_runner(kind, windows[index]), owner=layer))
         head = Stage("head", len(layers), self.run_head)
-        return [Stage("embed", -1, self.run_embed), *inner, head]
+        marks = bool(getattr(self.decoder, self.family.embedding)._forward_hooks)
+        embed = Stage("embed", -1, self.run_embed, opaque=marks)  # a tracer does not mark leaves
+        return [embed, *inner, head]
 
     def end(self, state: State) -> Tensor:
         """The output."""

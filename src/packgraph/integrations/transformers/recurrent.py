@@ -81,6 +81,9 @@ MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]
 AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.", "torch.")
 
 
+OLD_TRACER = torch.__version__ < "2.12"  # which takes `__module__` of a method for another
+
+
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
     """What runs a module over packed documents, if it is a mixer with a state."""
     for names, run in MIXERS:
@@ -92,6 +95,8 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor]
 def is_theirs(module: nn.Module) -> bool:
     """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
     which takes its place, leaves out any other."""
+    if OLD_TRACER and torch.compiler.is_compiling():
+        return True
     found = str(module.forward.__module__), str(type(module).forward.__module__)
     return all(name.startswith(AROUND) for name in found)
 

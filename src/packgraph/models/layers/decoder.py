@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs import fallback
 from packgraph.graphs.checkpointed import FULL
 from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
@@ -114,7 +115,8 @@ class DecoderLayer(nn.Module):
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones
         add to the state."""
-        if torch.compiler.is_compiling() and self.recompute.get("moe_router") == FULL:
+        compiles = torch.compiler.is_compiling() and not fallback.READING
+        if compiles and self.recompute.get("moe_router") == FULL:
             raise ValueError(COMPILED_ROUTER)
         with self.offload("mlp_norm"):
             normed = self.post_attention_layernorm(state["hidden"])

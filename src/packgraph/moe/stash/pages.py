@@ -59,6 +59,8 @@ class Pages:
     state: int64 [HEADER + pages + host_pages + 1]. Raises ValueError for negative numbers.
     """
 
+    BAKED = True
+
     def __init__(self, pages: int, host_pages: int, device: torch.device) -> None:
         if min(pages, host_pages) < 0:
             raise ValueError(

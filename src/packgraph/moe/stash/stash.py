@@ -58,6 +58,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from packgraph.graphs import fallback
 from packgraph.graphs.saved_tensors import (
     Given,
     Staying,
@@ -373,12 +374,15 @@ class Stash:
         the live rows comes back as zeros, so the block must only hold code that does not care.
         Raises RuntimeError inside code that torch.compile traces.
         """
-        if torch.compiler.is_compiling() and not self.identity:
+        if torch.compiler.is_compiling() and not (self.identity or fallback.READING):
             raise RuntimeError(
                 "Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
                 "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled"
             )
-        if self.identity or are_others():
+        reads = torch.compiler.is_compiling() and fallback.READING
+        if reads:
+            assert self.identity or self.measures or self.pages is not None  # a graph bakes them
+        if self.identity or reads or are_others():
             yield
             return
         block = SavedRecord(self, offsets, rows, leave)

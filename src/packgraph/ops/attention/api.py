@@ -20,7 +20,6 @@ Of the options (options.py) flash and varlen know windows and sinks, sdpa all.
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -156,14 +155,12 @@ def _by_operations(
     return probabilities @ v
 
 
-BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {
-        "naive": naive_attention,
-        "sdpa": sdpa_attention,
-        "varlen": varlen_attention,
-        "flash": flash_attention,
-    }
-)
+BACKENDS: Mapping[str, Backend] = {
+    "naive": naive_attention,
+    "sdpa": sdpa_attention,
+    "varlen": varlen_attention,
+    "flash": flash_attention,
+}
 
 
 class BackendChoice(NamedTuple):

@@ -6,9 +6,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import packgraph
-from packgraph.graphs.checks.escapes import Observation
+from packgraph.graphs.checks.host_sync import CaptureChecker
+from packgraph.graphs.dry_run import _CheckedRun
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -30,22 +32,39 @@ class Layers(nn.Module):
         return hidden.square().mean()
 
 
+def tensors(tree):
+    """Those that have the shape of a weight."""
+    return [
+        leaf
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.shape == (WIDTH, WIDTH)
+    ]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_layers_do_not_wait_for_each_other(tied, monkeypatch):
-    alive, most = list[weakref.ref[torch.UntypedStorage]](), 0
-    made = Observation.made
+    alive, most, inside = list[weakref.ref[torch.UntypedStorage]](), 0, False
+    dispatch, backward = CaptureChecker.__torch_dispatch__, _CheckedRun._backward
 
-    def noted(self, operation, inputs, operands, written, results):
+    def noted(self, func, types, args=(), kwargs=None):
         nonlocal most
-        made(self, operation, inputs, operands, written, results)
-        for result in results:
-            if isinstance(result, torch.Tensor) and result.shape == (WIDTH, WIDTH):
-                storage = result.untyped_storage()
-                if storage._cdata not in inputs:  # no view of a weight
-                    alive.append(weakref.ref(storage))
+        results = dispatch(self, func, types, args, kwargs)
+        inputs = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
+        for result in tensors(results) if inside else []:
+            storage = result.untyped_storage()
+            if storage._cdata not in inputs:  # no view of a weight
+                alive.append(weakref.ref(storage))
         most = max(most, sum(storage() is not None for storage in alive))
+        return results
 
-    monkeypatch.setattr(Observation, "made", noted)
+    def watched(self, ends, inputs):
+        nonlocal inside
+        inside = True
+        backward(self, ends, inputs)
+        inside = False
+
+    monkeypatch.setattr(CaptureChecker, "__torch_dispatch__", noted)
+    monkeypatch.setattr(_CheckedRun, "_backward", watched)
     torch.manual_seed(0)
     model, plain = Layers(tied), Layers(tied)
     plain.load_state_dict(model.state_dict())

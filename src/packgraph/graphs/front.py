@@ -1,0 +1,774 @@
+"""The front end: PyTorch's own tracer reads what a stage does, and its guards tell when that holds.
+
+    stages    embed | attn mlp | attn mlp | ... | head
+    pieces    [---]   [------]   [------]         [--]
+    traces      A         B          B              C
+
+Dynamo executes the bytecode of a piece (the stages of one layer, or a whole module) symbolically.
+What comes out is a graph of the tensor operations, bytecode that calls it, and a guard for every
+object that was read on the way. Like layers share a trace: their module is an argument of it.
+What Dynamo cannot read is an error with its own words, at the user's line: there is no guessing.
+
+A trace is pure: code that changes Python state, hooks a gradient or draws numbers of Python's
+`random` is refused, since a replay runs no Python.
+"""
+
+import contextlib
+import gc
+import importlib
+import logging
+import marshal
+import os
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.convert_frame as convert_frame
+import torch._dynamo.variables.builder as builder
+import torch._dynamo.variables.torch as torch_variables
+import torch._meta_registrations as meta
+import torch._subclasses.meta_utils as meta_utils
+from torch._C._dynamo.guards import dict_version
+from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import _get_closure_vars as _closure_vars
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.source import AttrSource, TempLocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._guards import CompileContext, compile_context
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from packgraph.graphs import fallback
+from packgraph.graphs.checks.host_calls import (
+    compiling_begins,
+    compiling_ends,
+    unwatched_compiling,
+)
+from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled, host_read
+from packgraph.graphs.errors import (
+    PACKAGE,
+    USER_ERRORS,
+    CaptureError,
+    forward_line,
+    is_user_file,
+    traced_line,
+    user_line,
+)
+from packgraph.graphs.key import CONSTANTS, neutral
+from packgraph.graphs.program import note_trace
+from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.unguarded import (
+    ABSENCES,
+    let_go_of_tensors,
+    refuse_compiled_method,
+    refuse_value,
+)
+from packgraph.packing.batch import PackedBatch
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+_READING = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    "allow_rnn": True,
+    "trace_autograd_ops": True,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+}
+
+
+class Trace:
+    """Traced code of a function of an owner and a state.
+
+    Attributes:
+        code: The tensor operations, as text.
+        run: The function that Dynamo has written; has the arguments of the traced one.
+        names: Of the tensors from outside, in words.
+    """
+
+    def __init__(
+        self,
+        function: FunctionType,
+        run: FunctionType,
+        code: str,
+        guards: tuple[Any, Any],
+        classes: "Classes",
+        sources: Sequence[str],
+        owner: Any,
+    ) -> None:
+        """guards: Of all that was read, and of what is no part of the state. classes: Of what was
+        read. sources: Of tensors from outside, as expressions of L and G."""
+        self.run, self.code = run, code
+        # Each has weak references that tell its manager of objects that are gone.
+        self._all, self._outside = guards
+        self.classes = classes
+        self._globals = function.__globals__
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell.cell_contents for name, cell in cells}
+        # The backward of a checkpoint reads what the forward has read.
+        self.recomputes = "tag_activation_checkpoint" in code
+        self.names = [_in_words(source) for source in sources]
+        self._read = _reading([*sources, *classes.values])
+        self._bits = self._bits_of(self.read(owner))
+        self._modules = _reading(
+            [name for name in classes.modules if name.startswith("L['owner']")]
+        )
+
+    def does_as(self, other: "Trace") -> bool:
+        """Whether two traces of a function compute the same."""
+        return self.code == other.code
+
+    def fits(self, owner: Any, state: Any) -> bool:
+        """Whether everything that was read is as it was traced."""
+        given = self.scope(owner) | {"state": state}
+        found: bool = self._all.guard_manager.check(given)
+        return found and self.is_read_as(self.read(owner)) and self.classes.hold()
+
+    def scope(self, owner: Any) -> dict[str, Any]:
+        """The variables of a call, the state left out, for `holds` and `read`."""
+        return {"owner": owner, **self._cells}
+
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """Whether guards of all that was read hold, the state left out; asked within `neutral`."""
+        found: bool = self._outside.guard_manager.check(scope)
+        return found
+
+    def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """The tensors and our objects from outside as they are now, by `names`, and numbers of
+        which there are others alike."""
+        found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
+        return found
+
+    def tensors(self, owner: Any) -> list[torch.Tensor]:
+        """The tensors from outside, as they are now."""
+        read = self.read(owner)[: len(self.names)]
+        return [value for value in read if isinstance(value, torch.Tensor)]
+
+    def is_read_as(self, now: tuple[Any, ...]) -> bool:
+        """Whether numbers have the bits that they had."""
+        return self._bits_of(now) == self._bits
+
+    def _bits_of(self, read: tuple[Any, ...]) -> bytes:
+        return marshal.dumps(read[len(self.names) :], 2)
+
+    def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
+        """The modules that were read, as they are now."""
+        found: tuple[torch.nn.Module, ...] = self._modules({"owner": owner}, self._globals)
+        return found
+
+    def difference(self, owner: Any, state: Any = None) -> str:
+        """The first thing that is not as it was traced, in Dynamo's words."""
+        given = self.scope(owner) | {"state": state}
+        if not self.classes.hold():
+            return "a method of a class that forward uses, or the environment"
+        with neutral() if state is None else contextlib.nullcontext():
+            guards = self._outside if state is None else self._all
+            found = guards.guard_manager.check_verbose(given)
+        if found.result:
+            return "a number that forward reads"
+        return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
+
+
+def _reading(sources: Sequence[str]) -> Any:
+    """A function of locals and globals that evaluates expressions of Dynamo's."""
+    values = "".join(f"{source}, " for source in sources)
+    return eval(f"lambda L, G: ({values})", dict(_closure_vars()))
+
+
+class Classes:
+    """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
+    environment."""
+
+    def __init__(self, code: Sequence[CodeType]) -> None:
+        """code: That was traced."""
+        self._code = code
+        self._kinds = dict[type, dict[str, Any]]()
+        self.modules = dict[str, None]()  # sources of those that were read
+        self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
+        self.values = dict[str, None]()  # of numbers that may be equal and not the same
+        self._tables: list[Any] = []
+        self._versions: list[int] = []
+
+    def note(self, entries: Sequence[Any]) -> list[bool]:
+        """A filter of guards that keeps all but those of how they are made."""
+        for entry in entries:
+            name = _name(entry.orig_guard)
+            if isinstance(entry.value, torch.nn.Module):
+                self.modules.setdefault(name)
+            if getattr(type(entry.value), "BAKED", False) and "L['state']" not in name:
+                self.baked.setdefault(name)
+            refuse_value(_in_words(name), entry.value)
+            if _may_be_alike(entry.value) and "L['state']" not in name:
+                self.values.setdefault(name)
+            kind = entry.value if isinstance(entry.value, type) else type(entry.value)
+            bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
+            for base in bases:
+                if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
+                    self._kinds[base] = _methods(base)
+                    for method in self._kinds[base].values():
+                        refuse_compiled_method(method, self._code)
+        self._tables = [
+            held
+            for kind in self._kinds
+            for held in gc.get_referents(vars(kind))
+            if type(held) is dict
+        ]
+        self._environment = dict(os.environ)
+        self._tables.append(os.environ._data)  # type: ignore[attr-defined]
+        self._versions = list(map(dict_version, self._tables))
+        return [not _name(entry.orig_guard).endswith(_FLAG) for entry in entries]
+
+    def hold(self) -> bool:
+        """Whether nothing has changed."""
+        now = list(map(dict_version, self._tables))
+        if now == self._versions:
+            return True
+        if dict(os.environ) != self._environment:
+            return False
+        for kind, methods in self._kinds.items():
+            found = _methods(kind)
+            if len(found) != len(methods) or any(
+                found.get(name) is not value for name, value in methods.items()
+            ):
+                return False
+        self._versions = now
+        return True
+
+
+_PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
+# Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
+_TOLD = (
+    os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
+)
+_FLAG = ".READING"  # of fallback.py
+_HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        # torch.compile replaces the first two
+        if (callable(value) or hasattr(value, "__get__") or issubclass(kind, type))
+        and name not in ("__init__", "__setstate__", "__module__", "__doc__")
+    }
+
+
+def _may_be_alike(value: Any) -> bool:
+    """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
+    (1,) and (1.0,)."""
+    if type(value) is not tuple:
+        return type(value) is float and value == 0.0
+    with contextlib.suppress(ValueError):
+        return bool(marshal.dumps(value, 2))
+    return False
+
+
+def _in_words(source: str) -> str:
+    """An expression of Dynamo's as the user would write it."""
+    return source.replace("L['owner']", "module").replace("L['state']['args']", "args")
+
+
+def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | None) -> Trace:
+    """Traces a call.
+
+    Args:
+        function: Takes `arguments` by name, all of them positional, too.
+        arguments: Of the call; tensors among them are looked at, not computed with.
+        backend: Makes the code that computes the graph; None only reads.
+
+    Raises:
+        CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
+    """
+    made: list[Any] = [None, None, "", []]
+
+    def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_effects(InstructionTranslator.current_tx().output)
+        places = graph.graph.find_nodes(op="placeholder")
+        sources = [_name(node.meta["grapharg"].source) for node in places]
+        outside = [source for source in sources if "L['state']" not in source]
+        if backend is None:
+            _refuse_hanging(sources, arguments["state"])
+        run = backend and backend(graph, inputs)
+        made[:] = graph.meta["backend_id"], run, graph.code, outside
+        return run or graph.forward
+
+    code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
+    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
+    with (
+        convert_frame.compile_lock,
+        warnings.catch_warnings(),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+        set_enable_dynamic(False),
+        torch._dynamo.config.patch({"ignore_logger_methods": _log_calls(), **_READING}),
+        contextlib.nullcontext() if backend else _answering_as_eager_code(),
+        _leaving_generators(),
+        torch_function_mode_stack_state_mgr,
+        compile_context(CompileContext(convert_frame.get_compile_id({}))),
+    ):
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        found = convert_frame.compile_frame(
+            code,
+            names,
+            arguments | cells,
+            vars(importlib.import_module("builtins")),
+            closure,  # type: ignore[arg-type]
+            compiler_fn=receive,
+            one_graph=True,
+            restart_reasons=set(),
+        )
+        output: Any = found.tracer_output.output_graph
+        with torch_function_mode_stack_state_mgr.temp_restore_stack():
+            classes = Classes(output.traced_code)
+            guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
+            with neutral():
+                guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
+    for built in guards:
+        names_of_guards = built.guard_manager.closure_vars or {}
+        for name, value in list(names_of_guards.items()):
+            if isinstance(value, torch.nn.Module | torch.Tensor):
+                del names_of_guards[name]  # torch 2.11 needed it to build them
+    identity, run, code_of_graph, sources = made
+    if output.random_calls:
+        raise CaptureError(
+            "forward draws random numbers of Python, which a replay would not draw again",
+            "",
+            "draw them with torch, on the module's device",
+        )
+    if run is not None:
+        names[identity] = run
+    else:
+        let_go_of_tensors(output)
+    made_function = FunctionType(found.bytecode, names, closure=closure)
+    owner = arguments["owner"]
+    sources = [*sources, *(name for name in classes.baked if name not in sources)]
+    result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
+    if run is not None:
+        weakref.finalize(result, names.pop, identity, None)
+    return result
+
+
+class _Answers(dict[Any, Any]):
+    """What code is told that asks whether it is traced. Ours, and `_TOLD`, which has blocks that
+    Dynamo cannot read and need not, is told the truth; all other code what a plain call would
+    tell."""
+
+    def __getitem__(self, asked: Any) -> Any:
+        asking = sys._getframe(1).f_locals["tx"]
+        files = [asks.f_code.co_filename for asks in (asking, asking.parent) if asks is not None]
+        told = any(file.startswith(_PACKAGE) or file.endswith(_TOLD) for file in files)
+        answer = super().__getitem__(asked)
+        return answer if told or not answer else False
+
+
+def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Methods of attributes; among them of `__module__` of torch's classes, which Dynamo does not
+    know (PEFT asks that of parameters)."""
+
+    def call(attribute: Any, *args: Any) -> Any:
+        owner = getattr(attribute.obj, "value", None)
+        if attribute.name == "__module__" and isinstance(owner, type):
+            return ConstantVariable.create(owner.__module__).call_method(*args)
+        return method(attribute, *args)
+
+    return call
+
+
+def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The form of a grouped product, of which torch knows that of bfloat16 alone."""
+
+    def form(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if mat_a.dtype not in (torch.float32, torch.float16) or mat_a.dtype != mat_b.dtype:
+            return grouped(mat_a, mat_b, *args, **options)
+        return grouped(mat_a.bfloat16(), mat_b.bfloat16(), *args, **options).to(mat_a.dtype)
+
+    return form
+
+
+# Backends answer no, too, while they capture.
+_CAPTURING = torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing
+
+
+@contextlib.contextmanager
+def _answering_as_eager_code() -> Iterator[None]:
+    answers = _Answers(torch_variables.tracing_state_functions() | dict.fromkeys(_CAPTURING, False))
+    handlers = torch_variables.TorchInGraphFunctionVariable._get_handlers()
+    rules = get_torch_obj_rule_map()
+    before = {asked: rules[asked] for asked in _CAPTURING if asked in rules}
+    handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
+    rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
+    substitutes: dict[tuple[Any, str], Callable[[Any], Any]] = {
+        (torch_variables, "tracing_state_functions"): lambda _: lambda: answers,
+        (meta, "_meta_grouped_mm_common"): _of_any_dtype,
+        (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
+        (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
+        (GetAttrVariable, "call_method"): _knowing_module_names,
+    } | ABSENCES
+    fallback.READING = True
+    try:
+        with contextlib.ExitStack() as at_end:
+            there = {key: make for key, make in substitutes.items() if hasattr(*key)}
+            for (home, name), substitute in there.items():
+                at_end.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, substitute(getattr(home, name)))
+            yield
+    finally:
+        fallback.READING = False
+        for asked in _CAPTURING:
+            del handlers[asked], rules[asked]
+        rules |= before
+
+
+@contextlib.contextmanager
+def _leaving_generators() -> Iterator[None]:
+    """Within the block Dynamo does not put the states of random generators back, and with them the
+    numbers that other threads draw meanwhile: it draws none itself."""
+
+    def leaving(put_back: Callable[..., None]) -> Callable[..., None]:
+        def put(*args: Any, **kwargs: Any) -> None:
+            if not sys._getframe(1).f_code.co_filename.startswith(_DYNAMO):
+                put_back(*args, **kwargs)
+
+        return put
+
+    homes = torch.random, torch.cuda
+    before = [home.set_rng_state for home in homes]
+    for home, put_back in zip(homes, before, strict=True):
+        home.set_rng_state = leaving(put_back)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for home, put_back in zip(homes, before, strict=True):
+            home.set_rng_state = put_back  # type: ignore[attr-defined]
+
+
+def _again(found: Any) -> Any:
+    """What was traced, as it was before guards were built of it."""
+    for guard in found.tracer_output.output_graph.guards:
+        guard.obj_weakref = guard.guarded_class_weakref = guard.guard_types = guard.code_list = None
+    return found
+
+
+def _log_calls() -> set[Any]:
+    """Methods of loggers that say something, which the first calls have said."""
+    return {
+        method
+        for name, method in vars(logging.Logger).items()
+        if name.removesuffix("_once")
+        in ("debug", "info", "warning", "warn", "error", "critical", "log", "warning_advice")
+    }
+
+
+def _name(named: Any) -> str:
+    """The name of a source or guard, which is a method in some versions of torch."""
+    return str(named.name() if callable(named.name) else named.name)
+
+
+def _outside_alone(entries: Sequence[Any]) -> list[bool]:
+    return [
+        "L['state']" not in _name(entry.orig_guard)
+        and entry.guard_type != "TENSOR_MATCH"  # which tensor it is, is compared
+        and not _name(entry.orig_guard).endswith(_FLAG)
+        and entry.guard_type not in _MODES
+        for entry in entries
+    ]
+
+
+# Modes of a call are in its key, and are others in its backward, where guards are asked, too.
+_MODES = ("GRAD_MODE", "GLOBAL_STATE")
+_OUTSIDE = Hooks(guard_filter_fn=_outside_alone)
+
+
+def _refuse_hanging(sources: Sequence[str], state: Any) -> None:
+    """Raises CaptureError for a tensor that is no part of the call's arguments but hangs on one."""
+    known = {id(leaf) for leaf in tree_leaves(state)}
+    for source in sources:
+        if "L['state']" in source and id(eval(source, {"L": {"state": state}})) not in known:
+            raise CaptureError(
+                f"forward reads {_in_words(source)}, which a graph would not read",
+                "",
+                "pass the tensor to forward as an argument",
+            )
+
+
+def _refuse_effects(output: Any) -> None:
+    """Raises CaptureError where the traced code changes Python state, or hooks gradients."""
+    effects = output.side_effects
+    changed = [
+        variable
+        for variable in effects.id_to_variable.values()
+        if effects.is_modified(variable)
+        and variable.source is not None
+        and not isinstance(variable.source, TempLocalSource)  # made by the traced code
+        and not _is_put_back(output, variable)
+    ]
+    for variable in changed:
+        name = _in_words(_name(variable.source))
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
+        raise CaptureError(
+            f"forward changes a {variable.python_type_name()} that was there before ({name}): a "
+            "replay would not change it",
+            traced_line("".join(stacks[-1].format())) if stacks else "",
+            "return the value, or set it outside of forward",
+        )
+    if effects.tensor_hooks:
+        raise CaptureError(
+            "forward registers a hook on a tensor, which a replay would not call",
+            "",
+            "register the hook outside of forward",
+        )
+
+
+def _is_put_back(output: Any, variable: Any) -> bool:
+    """Whether what the traced code sets has in the end the value that it had; a guard sees to it
+    that it has it before the next call, too."""
+    items = vars(variable).get("items")
+    if isinstance(items, dict | list) and not items:
+        scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}
+        install_guard(variable.source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+        return not eval(_name(variable.source), scope)  # it was cleared, and had been empty
+    before = getattr(vars(variable).get("value"), "__dict__", {})
+    now = output.side_effects.store_attr_mutations.get(variable) or {}
+    for name, value in now.items():
+        if not value.is_python_constant() or name not in before:
+            return False
+        constant = value.as_python_constant()
+        if type(before[name]) is not type(constant) or before[name] != constant:
+            return False
+    for name in now:  # it may have been set without having been read
+        install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return bool(now)
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Within the block no mode of ours sees what the tracer does."""
+    from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+
+    with contextlib.ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), FunctionWatcher):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(unwatched_compiling())
+        compiling_begins()
+        try:
+            yield
+        finally:
+            compiling_ends()
+
+
+Code = Callable[[Any, State], State]
+
+
+@contextlib.contextmanager
+def _without_remains() -> Iterator[None]:
+    """Frees what tracing in the block leaves in cycles: it refers to the module."""
+    collecting, variables = gc.isenabled(), _closure_vars()
+    before = dict(variables)  # where torch 2.11 leaves modules
+    gc.disable()  # all that is made stays young
+    try:
+        yield
+    finally:
+        variables.clear()
+        variables.update(before)
+        gc.collect(0)
+        if collecting:
+            gc.enable()
+
+
+class TracedCode:
+    """A function of (owner, state) as all its traces: called, it runs the one that fits, or traces
+    once more.
+
+    function: What is traced. backend: See `trace`. may_trace: Asked before another trace is made.
+    """
+
+    def __init__(
+        self, function: Any, backend: Backend | None, may_trace: Callable[[], bool]
+    ) -> None:
+        self.function, self.backend, self.may_trace = function, backend, may_trace
+        self.traces: list[Trace] = []
+
+    def __call__(self, owner: Any, state: Any) -> Any:
+        found = self.find(owner, state)
+        note_trace(found, owner)
+        return found.run(owner, state)
+
+    def find(self, owner: Any, state: Any) -> Trace:
+        """The trace of a call, made now if there is none."""
+        with outside_of_modes():
+            return self._find(owner, state)
+
+    def _find(self, owner: Any, state: Any) -> Trace:
+        for known in self.traces:
+            if known.fits(owner, state):
+                return known
+        if not self.may_trace():
+            raise CaptureError(
+                "code that was traced before does not fit inside the capture of it"
+                + "".join(f"\n    {t.difference(owner, state)}" for t in self.traces[-1:]),
+                "",
+                "something that the tracer takes for a constant differs from call to call",
+            )
+        with _without_remains():
+            made = trace(self.function, {"owner": owner, "state": state}, self.backend)
+        if not made.fits(owner, state):
+            raise CaptureError(
+                "what forward reads changes while it is traced: " + made.difference(owner, state),
+                "",
+                "read it outside of forward",
+            )
+        self.traces.append(made)
+        return made
+
+
+class Reader:
+    """What the pieces of a module read: traces, which like pieces share. The pieces themselves run
+    as they are."""
+
+    def __init__(self) -> None:
+        self._codes = dict[Hashable, TracedCode]()
+
+    def read(self, piece: CompileUnit, state: State) -> Trace | None:
+        """Notes the trace of a piece for the graph that is about to hold it.
+
+        Raises:
+            CaptureError: The tracer cannot read it, or it does what a replay would not do.
+        """
+        if piece.opaque:
+            return None
+        kind = type(piece.owner), piece.methods, getattr(piece.owner, "training", None)
+        key = (*kind, shapes_of(state))
+        if key not in self._codes:
+            self._codes[key] = TracedCode(_read_only(piece), None, lambda: not all_is_compiled())
+        try:
+            found = self._codes[key].find(piece.owner, state)
+        except TRACING_ERRORS as error:
+            raise explained(piece, error) from error
+        note_trace(found, piece.owner)
+        return found
+
+
+# What tracing may raise: torch's own errors, and what its inside meets in unusual objects.
+TRACING_ERRORS = (TorchDynamoException, ImportError, *USER_ERRORS)
+TO_DO = (
+    "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
+    "compile=False"
+)
+MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
+
+
+def chain(piece: CompileUnit) -> Code:
+    """The piece's stages as one function, with a code object of its own: torch keeps what it
+    compiled with that."""
+    methods, owned = piece.methods, piece.owner is not None
+
+    def run(owner: Any, state: State) -> State:
+        for method in methods:
+            state = method(owner, state) if owned else method(state)
+        return state
+
+    code = run.__code__.replace(co_name=f"stages_{len(methods)}")
+    return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def _read_only(piece: CompileUnit) -> Callable[[Any, State], None]:
+    """The piece's stages as one function without a result: of what is only read, anything may be
+    returned."""
+    run = chain(piece)
+
+    def read(owner: Any, state: State) -> None:
+        run(owner, state)
+
+    return read
+
+
+def shapes_of(state: State) -> Hashable:
+    """What of a state code is compiled for: the form of every tensor, and constants; and whether
+    gradients are on."""
+    return torch.is_grad_enabled(), tuple(
+        (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
+        for key, value in state.items()
+    )
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, PackedBatch)
+
+
+def _shape(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, PackedBatch):
+        return leaf.capacity
+    return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
+
+
+def explained(piece: CompileUnit, error: Exception) -> CaptureError:
+    """What torch.compile has raised, as an error at the user's line."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        return CaptureError(
+            f"the stages {piece.name} were compiled again and again for the same shapes: something "
+            "that torch takes for a constant differs from layer to layer or from call to call",
+            definition(piece),
+            "make it a tensor (a buffer), or " + TO_DO + MORE,
+        )
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, CaptureError):
+        return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
+    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    said = lines[0] if lines else type(inner).__name__
+    raised = re.search(r"raised exception (.*)", str(inner))
+    if raised is not None:
+        return CaptureError(
+            f"{raised[1]} is raised while {piece.name} is read",
+            _line(error) or definition(piece),
+            "leave the stage out of the scope, or mend what raises",
+        )
+    for words, name in _WAITS.items():
+        if any(words in line for line in lines[:3]):
+            return host_read(name, _line(error) or definition(piece))
+    return CaptureError(
+        f"PyTorch's tracer cannot read {piece.name}: {said}",
+        _line(error) or definition(piece),
+        TO_DO + MORE,
+    )
+
+
+# What Dynamo says of code that needs a value on the host, and of what that is a read.
+_WAITS = {
+    "Data-dependent branching": "__bool__",
+    "Tensor.tolist()": "tolist",
+    "Data dependent operator": "item",
+    "Could not guard on data-dependent": "item",
+}
+
+
+def _line(error: BaseException) -> str | None:
+    """The user's line that an error of torch.compile is about, if it says."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def definition(piece: CompileUnit) -> str:
+    """Where the first of the stages begins."""
+    code = getattr(piece.methods[0], "__code__", None)
+    if code is not None and is_user_file(code.co_filename):
+        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    owned = isinstance(piece.owner, torch.nn.Module)
+    return forward_line(piece.owner) if owned else user_line()

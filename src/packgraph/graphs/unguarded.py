@@ -1,0 +1,141 @@
+"""Readings that Dynamo has no guard for: either it gets one here, or they are refused.
+
+    a key, attribute or name that is not there     a guard that it is not
+    a module that is called                        a guard that nobody has compiled it
+    an array of numpy                              refused: it is made a tensor, and not compared
+    what users have compiled                       refused: Dynamo reads through it
+    a size that depends on numbers                 refused: torch reads them on the host
+
+No table of names is kept here: what else the tracer takes for fixed, it takes for fixed everywhere.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import numpy
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.misc import PythonModuleVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from packgraph.graphs.errors import CaptureError
+
+_COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
+_ARRAY = "___from_numpy("  # how Dynamo gets at an array
+
+Method = Callable[[Any, Any, Any], Any]
+
+
+def refuse_value(name: str, value: Any) -> None:
+    """Raises CaptureError for a value that was read. name: Of its source."""
+    if isinstance(value, torch.nn.Module):
+        compiled = isinstance(value, OptimizedModule) or value._compiled_call_impl is not None
+    else:
+        compiled = value is torch.compile or _COMPILED in name
+    if compiled:
+        raise _compiled()
+    if _ARRAY in name or isinstance(value, numpy.ndarray):
+        raise CaptureError(
+            f"forward reads an array of numpy ({name.replace(_ARRAY, '').rstrip(')')}), whose "
+            "numbers a graph would keep",
+            "",
+            "make it a tensor: a buffer of the module",
+        )
+
+
+def refuse_compiled_method(method: Any, code: Sequence[CodeType]) -> None:
+    """Raises CaptureError for a method that users have compiled. code: That was traced."""
+    inside = getattr(getattr(method, "__func__", method), _COMPILED, None)
+    if getattr(inside, "__code__", None) in code:
+        raise _compiled()
+
+
+def _compiled() -> CaptureError:
+    return CaptureError(
+        "forward calls a function or module that you have compiled, which a trace would read "
+        "through",
+        "",
+        "compile the whole module: packgraph.graph(module, compile=True)",
+    )
+
+
+def let_go_of_tensors(output: Any) -> None:
+    """Clears the weak references of a trace to what it has read: torch.utils.swap_tensors takes no
+    tensor that has any. output: Dynamo's OutputGraph."""
+    output.tracing_context.tensor_to_context.clear()
+    modes = {output.tracing_context.fake_mode, getattr(output, "_old_fake_mode", None)}
+    for mode in modes - {None}:
+        seen = mode.fake_tensor_converter.meta_converter.describer
+        seen.lookup_tensor.clear()
+        seen.lookup_storage.clear()
+
+
+def _of_keys(method: Method) -> Method:
+    def find(table: Any, asking: Any, key: Any) -> Any:
+        if key not in table:
+            table.install_dict_contains_guard(asking, [key])
+        return method(table, asking, key)
+
+    return find
+
+
+def _of_attributes(method: Method) -> Method:
+    def find(found: Any, asking: Any, name: str) -> Any:
+        try:
+            return method(found, asking, name)
+        except ObservedAttributeError:
+            _guard_absence(found.source, name)
+            raise
+
+    return find
+
+
+def _of_names(method: Method) -> Method:
+    def find(found: Any, asking: Any, name: str) -> Any:
+        answer = method(found, asking, name)
+        if answer.is_python_constant() and not answer.as_python_constant():
+            _guard_absence(found.source, name)
+        return answer
+
+    return find
+
+
+def _of_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: Any, *args: Any) -> Any:
+        refuse_value("", module.value)
+        if module.source is not None:
+            own = AttrSource(module.source, "_compiled_call_impl")
+            install_guard(own.make_guard(GuardBuilder.CONSTANT_MATCH))
+        return method(module, *args)
+
+    return call
+
+
+def _guard_absence(source: Any, name: str) -> None:
+    if source is None:
+        return
+    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        install_guard(source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+    else:  # torch 2.11
+        install_guard(AttrSource(source, name).make_guard(GuardBuilder.HASATTR))
+
+
+# Dynamo's methods that look something up, and what makes another one of each, with a guard. A
+# version of torch has one of two names for that of attributes.
+ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (UserDefinedObjectVariable, "tp_getattro_impl"): _of_attributes,
+    (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
+    (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
+    (PythonModuleVariable, "call_obj_hasattr"): _of_names,
+    (UserFunctionVariable, "call_obj_hasattr"): _of_names,
+    (UnspecializedNNModuleVariable, "call_function"): _of_calls,
+}

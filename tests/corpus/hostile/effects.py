@@ -1,0 +1,421 @@
+"""Effects of forward beside its outputs, and numbers that it reads on the host."""
+
+import array
+import ctypes
+import functools
+import sys
+import threading
+
+import numpy as np
+import torch
+from corpus.hostile.kit import Lin, Own, X, case, train
+from torch import nn
+
+HERE = sys.modules[__name__]
+COUNTS = {"n": 0}
+
+
+def bump():
+    bump.n = getattr(bump, "n", 0) + 1
+    return float(bump.n)
+
+
+@case
+def counter_in_a_numpy_array():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.n = np.zeros(1)
+
+        def forward(self, x):
+            self.n[0] += 1
+            return self.l(x) * float(self.n[0])
+
+    train(M(), observe=lambda m: float(m.n[0]))
+
+
+@case
+def counter_in_arrayarray():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.n = array.array("d", [0.0])
+
+        def forward(self, x):
+            self.n[0] += 1
+            return self.l(x) * self.n[0]
+
+    train(M(), observe=lambda m: m.n[0])
+
+
+@case
+def counter_in_ctypes():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.n = ctypes.c_int(0)
+
+        def forward(self, x):
+            self.n.value += 1
+            return self.l(x) * float(self.n.value)
+
+    train(M(), observe=lambda m: m.n.value)
+
+
+@case
+def counter_on_a_function():
+    train(Own(lambda m, x: m.l(x) * bump()), observe=lambda m: bump.n)
+
+
+@case
+def counter_in_a_thread_object():
+    class W(threading.Thread):
+        n = 0.0
+
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.w = W()
+
+        def forward(self, x):
+            self.w.n += 1
+            return self.l(x) * self.w.n
+
+    train(M(), observe=lambda m: m.w.n)
+
+
+class AfterCounter:
+    calls = 0
+
+    def count(self):
+        AfterCounter.calls += 1
+        return float(AfterCounter.calls)
+
+
+@case
+def counter_on_a_mixin_after_module():
+    class M(nn.Module, AfterCounter):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.l(x) * self.count()
+
+    train(M(), observe=lambda m: AfterCounter.calls)
+
+
+class Dying:
+    def __del__(self):
+        COUNTS["n"] += 1
+
+
+@case
+def effect_of_a_del():
+    class M(Lin):
+        def forward(self, x):
+            Dying()
+            return self.l(x) * float(COUNTS["n"])
+
+    train(M(), observe=lambda m: COUNTS["n"])
+
+
+@case
+def round_robin_by_order_of_an_own_dict():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.r = {float(i): 0 for i in range(1, 8)}
+
+        def forward(self, x):
+            k = next(iter(self.r))
+            self.r[k] = self.r.pop(k)
+            return self.l(x) * k
+
+    train(M(), observe=lambda m: next(iter(m.r)))
+
+
+@case
+def lru_cache_that_makes_ids():
+    n = [0.0]
+
+    @functools.cache
+    def number(k):
+        n[0] += 1
+        return n[0]
+
+    def ch(m, i, g):
+        if i == 5:
+            number.cache_clear()
+
+    train(Own(lambda m, x: m.l(x) * number(m.training)), ch, observe=lambda m: n[0])
+
+
+@case
+def storage_copy():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("b", torch.ones(4))
+            self.register_buffer("c", torch.full((4,), 2.0))
+
+        def forward(self, x):
+            self.b.untyped_storage().copy_(self.c.untyped_storage())
+            self.c.add_(1.0)
+            return self.l(x) * self.b
+
+    train(M())
+
+
+@case
+def storage_byte_read_of_input():
+    train(
+        Own(lambda m, x, f: m.l(x) * (2.0 if f.untyped_storage()[0] else 1.0)),
+        inp=lambda i: (X(i), torch.full((4,), int(i >= 5), dtype=torch.uint8)),
+    )
+
+
+@case
+def pointer_read():
+    train(
+        Own(
+            lambda m, x: m.l(x) * ctypes.c_float.from_address(m.w.data_ptr()).value,
+            buffers={"w": torch.ones(1)},
+        ),
+        lambda m, i, g: m.w.fill_(1.0 + (i >= 5)),
+    )
+
+
+@case
+def numpy_view_held_of_a_buffer():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("w", torch.ones(1))
+            self.view = self.w.numpy()
+
+        def forward(self, x):
+            return self.l(x) * float(self.view[0])
+
+    train(M(), lambda m, i, g: m.w.fill_(1.0 + (i >= 5)))
+
+
+@case
+def weight_written_by_numpy_between_calls():
+    m = Lin()
+    m.forward = None
+
+    def ch(m, i, g):
+        m.l.weight.detach().numpy()[0, i % 4] = i
+
+    train(Own(lambda m, x: m.o(torch.tanh(m.l(x)))), ch)
+
+
+@case
+def from_numpy_inside_forward():
+    a = np.ones(4, dtype=np.float32)
+
+    def ch(m, i, g):
+        a[:] = i
+
+    train(Own(lambda m, x: m.l(x) * torch.from_numpy(a)), ch)
+
+
+@case
+def number_that_python_counts():
+    train(Own(lambda m, x: m.l(x) * float(threading.Thread().name.split("-")[1])))
+
+
+@case
+def frombuffer_of_a_bytearray():
+    def ch(m, i, g):
+        m.raw[:] = np.full(4, i, dtype=np.float32).tobytes()
+
+    train(
+        Own(
+            lambda m, x: m.l(x) * torch.frombuffer(m.raw, dtype=torch.float32),
+            raw=bytearray(np.ones(4, dtype=np.float32).tobytes()),
+        ),
+        ch,
+    )
+
+
+# ---- composites that read the host
+@case
+def tensor_split_by_a_buffer():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("at", torch.tensor([1]))
+
+        def forward(self, x):
+            a, b = torch.tensor_split(self.l(x), self.at, dim=1)
+            return a.sum() * 2 + b.sum() * 3
+
+    train(M(), lambda m, i, g: m.at.fill_(1 if i < 5 else 3))
+
+
+@case
+def packed_sequence_by_lengths():
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.r = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x, n):
+            out, _ = self.r(pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False))
+            return pad_packed_sequence(out, batch_first=True, total_length=5)[0]
+
+    train(M(), inp=lambda i: (X(i, 2, 5, 4), torch.tensor([5 - i % 3, 2 + i % 2])))
+
+
+@case
+def packed_sequence_same_total_other_split():
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.r = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x, n):
+            out, _ = self.r(pack_padded_sequence(x, n, batch_first=True))
+            return pad_packed_sequence(out, batch_first=True, total_length=5)[0]
+
+    train(M(), inp=lambda i: (X(i, 2, 5, 4), torch.tensor([5, 1] if i < 5 else [3, 3])))
+
+
+@case
+def dynamic_quantisation_asks_scale():
+    class M(Lin):
+        def forward(self, x):
+            h = self.l(x)
+            q = torch.quantize_per_tensor_dynamic(h.detach(), torch.qint8, False)
+            return h * q.q_scale()
+
+    train(M())
+
+
+@case
+def quantised_per_tensor():
+    class M(Lin):
+        def forward(self, x):
+            h = self.l(x)
+            q = torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.quint8)
+            return h + q.dequantize().detach(), q.int_repr()
+
+    train(M())
+
+
+@case
+def fake_quantise_with_observer():
+    import torch.ao.quantization as Q
+
+    fq = Q.FakeQuantize(observer=Q.MovingAverageMinMaxObserver)
+    train(nn.Sequential(nn.Linear(4, 4), fq, nn.Linear(4, 4)))
+
+
+@case
+def fake_quantise_disabled_later():
+    import torch.ao.quantization as Q
+
+    fq = Q.FusedMovingAvgObsFakeQuantize()
+
+    def ch(m, i, g):
+        if i == 5:
+            m.apply(Q.disable_observer)
+        if i == 6:
+            m.apply(Q.disable_fake_quant)
+
+    train(nn.Sequential(nn.Linear(4, 4), fq, nn.Linear(4, 4)), ch)
+
+
+@case
+def out_argument_of_a_held_tensor():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.t = torch.zeros(3, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                torch.mul(x, 3.0, out=self.t)
+            return self.l(x) * self.t
+
+    train(M())
+
+
+@case
+def quantile_of_a_tensor():
+    train(
+        Own(lambda m, x, q: torch.quantile(m.l(x), q, dim=1)),
+        inp=lambda i: (X(i), torch.tensor([0.1 * (1 + i % 5)])),
+    )
+
+
+@case
+def masked_scatter():
+    train(Own(lambda m, x: m.l(x).masked_scatter(x > 0, m.o(x))))
+
+
+@case
+def full_of_a_tensor():
+    train(
+        Own(lambda m, x, a: m.l(x) * torch.full((4,), a)),
+        inp=lambda i: (X(i), torch.tensor(float(i))),
+    )
+
+
+@case
+def roll_by_a_tensor():
+    train(
+        Own(lambda m, x, a: torch.roll(m.l(x), a, 1) * X(3)),
+        inp=lambda i: (X(i), torch.tensor(1 + i % 3)),
+    )
+
+
+@case
+def embedding_max_norm():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(7, 4, max_norm=0.5)
+
+        def forward(self, i):
+            return self.e(i)
+
+    train(
+        M(),
+        inp=lambda i: torch.randint(0, 7, (3,), generator=torch.Generator().manual_seed(i)),
+        opt=lambda m: torch.optim.SGD(m.parameters(), lr=0.5),
+    )
+
+
+@case
+def segment_reduce():
+    train(
+        Own(lambda m, x, n: torch.segment_reduce(m.l(x), "sum", lengths=n, unsafe=True)),
+        inp=lambda i: (X(i), torch.tensor([1, 2] if i % 2 else [2, 1])),
+    )
+
+
+@case
+def batch_norm_momentum_none():
+    train(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)))
+
+
+@case
+def rrelu_and_fractional_pool():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Conv2d(3, 4, 3, padding=1)
+            self.r = nn.RReLU()
+            self.p = nn.FractionalMaxPool2d(2, output_size=3)
+
+        def forward(self, x):
+            return self.p(self.r(self.c(x)))
+
+    train(M(), inp=lambda i: X(i, 2, 3, 6, 6))

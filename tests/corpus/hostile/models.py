@@ -1,0 +1,324 @@
+"""Models of transformers and adapters of peft with unusual state."""
+
+import contextlib
+import sys
+
+import torch
+import transformers
+from corpus.hostile.kit import G, case, rec
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+transformers.logging.set_verbosity_error()
+HERE = sys.modules[__name__]
+SCALE = 1.0
+
+
+def ids(i, b=2, t=6, v=48):
+    return torch.randint(0, v, (b, t), generator=torch.Generator().manual_seed(i))
+
+
+def llama(attn="eager", **k):
+    torch.manual_seed(1)
+    c = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        use_cache=False,
+        attn_implementation=attn,
+        **k,
+    )
+    return LlamaForCausalLM(c).train()
+
+
+def lm(
+    m,
+    change=None,
+    steps=7,
+    length=lambda i: 6,
+    wrap=None,
+    opt=True,
+    mask=False,
+    back=None,
+    eval_at=(),
+    **kw,
+):
+    g = G(m)
+    o = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    for i in range(steps):
+        if change:
+            change(m, i, g)
+        x = ids(i, 2, length(i))
+        if i in eval_at:
+            with torch.no_grad():
+                m.eval()
+                rec(
+                    g(
+                        input_ids=x,
+                        attention_mask=torch.ones(6, 6, dtype=torch.bool)
+                        .tril()[None, None]
+                        .expand(2, 1, -1, -1)
+                        .contiguous(),
+                        **kw,
+                    ).logits
+                )
+                m.train()
+        extra = dict(kw)
+        if mask == "none":
+            pass
+        elif not mask:
+            extra["attention_mask"] = (
+                torch.ones(length(i), length(i), dtype=torch.bool)
+                .tril()[None, None]
+                .expand(2, 1, -1, -1)
+                .contiguous()
+            )
+        else:
+            extra["attention_mask"] = torch.ones(2, length(i), dtype=torch.long)
+        with wrap(i) if wrap else contextlib.nullcontext():
+            out = g(input_ids=x, labels=x, **extra)
+        rec(f"step {i}", out.loss, out.logits)
+        out.loss.backward()
+        ps = list(m.parameters())
+        rec([p.grad for p in ps])
+        o = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        o.step()
+        o.zero_grad()
+    rec(list(m.parameters()))
+
+
+@case
+def llama_plain():
+    lm(llama())
+
+
+@case
+def llama_dynamic_rope():
+    lm(
+        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+        length=lambda i: 6 if i < 5 else 40,
+    )
+
+
+@case
+def llama_longrope():
+    lm(
+        llama(
+            rope_parameters={
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [2.0, 2.0, 2.0, 2.0],
+                "original_max_position_embeddings": 16,
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+            }
+        ),
+        length=lambda i: 6 if i % 2 else 20,
+    )
+
+
+@case
+def llama_attention_switched_after_capture():
+    lm(llama("sdpa"), lambda m, i, g: m.set_attn_implementation("eager" if i in (4, 5) else "sdpa"))
+
+
+@case
+def attention_interface_registered_reads_global():
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def mine(*a, **k):
+        o, w = sdpa_attention_forward(*a, **k)
+        return o * SCALE, w
+
+    AttentionInterface.register("mine", mine)
+
+    def ch(m, i, g):
+        if i == 5:
+            HERE.SCALE = 2.0
+
+    lm(llama("mine"), ch)
+
+
+@case
+def gradient_checkpointing_enabled_later():
+    def ch(m, i, g):
+        if i == 4:
+            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if i == 7:
+            m.gradient_checkpointing_disable()
+
+    lm(llama(), ch, steps=10)
+
+
+@case
+def tied_weights_broken_after_capture():
+    def ch(m, i, g):
+        if i == 5:
+            m.lm_head.weight = nn.Parameter(m.lm_head.weight.detach().clone() * 1.5)
+
+    lm(llama(tie_word_embeddings=True), ch)
+
+
+@case
+def evaluation_in_between():
+    lm(llama("sdpa"), eval_at=(3, 5, 6))
+
+
+@case
+def hidden_states_and_attentions_returned():
+    lm(llama(), output_hidden_states=True, output_attentions=True)
+
+
+@case
+def rotary_inverse_frequencies_replaced():
+    lm(llama(), lambda m, i, g: m.model.rotary_emb.inv_freq.mul_(0.5) if i == 5 else None)
+
+
+def small(name, **k):
+    torch.manual_seed(1)
+    return getattr(transformers, name + "Config")(**k)
+
+
+@case
+def opt_with_layerdrop():
+    c = small(
+        "OPT",
+        vocab_size=48,
+        hidden_size=16,
+        ffn_dim=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        word_embed_proj_dim=16,
+        layerdrop=0.5,
+        use_cache=False,
+        dropout=0.1,
+    )
+    lm(transformers.OPTForCausalLM(c).train(), mask="none")
+
+
+def peft_model(kind="lora", **k):
+    import peft
+
+    m = llama("sdpa")
+    if kind == "prompt":
+        cfg = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    elif kind == "ia3":
+        cfg = peft.IA3Config(
+            target_modules=["q_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+            task_type="CAUSAL_LM",
+        )
+    elif kind == "prefix":
+        cfg = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    else:
+        cfg = peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj", "v_proj"],
+            lora_dropout=k.pop("drop", 0.0),
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+            **k,
+        )
+    torch.manual_seed(2)
+    return peft.get_peft_model(m, cfg).train()
+
+
+@case
+def lora_plain():
+    lm(peft_model())
+
+
+@case
+def lora_disable_adapter_in_turns():
+    m = peft_model()
+    lm(
+        m, wrap=lambda i: m.disable_adapter() if i in (3, 6) else contextlib.nullcontext(), steps=9
+    ) if False else _lora_disable(m)
+
+
+def _lora_disable(m):
+    g = G(m)
+    o = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    for i in range(9):
+        x = ids(i)
+        full = (
+            torch.ones(6, 6, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1).contiguous()
+        )
+        with torch.no_grad(), m.disable_adapter():
+            ref = g(input_ids=x, labels=x, attention_mask=full).logits
+        out = g(input_ids=x, labels=x, attention_mask=full)
+        (out.loss + (out.logits - ref).pow(2).mean()).backward()
+        rec(f"step {i}", ref, out.loss, [p.grad for p in m.parameters()])
+        o.step()
+        o.zero_grad()
+
+
+@case
+def lora_two_adapters_switched():
+    import peft
+
+    m = peft_model()
+    torch.manual_seed(5)
+    m.add_adapter(
+        "b",
+        peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        ),
+    )
+    lm(m, lambda m, i, g: m.set_adapter("b" if i % 3 == 2 else "default"), steps=10)
+
+
+@case
+def dora():
+    lm(peft_model(use_dora=True))
+
+
+@case
+def prompt_tuning():
+    lm(peft_model("prompt"), mask=True)
+
+
+@case
+def lora_adapter_added_after_capture():
+    import peft
+
+    def ch(m, i, g):
+        if i == 5:
+            torch.manual_seed(5)
+            m.add_adapter(
+                "b",
+                peft.LoraConfig(
+                    r=2,
+                    target_modules=["q_proj", "v_proj"],
+                    init_lora_weights=False,
+                    task_type="CAUSAL_LM",
+                ),
+            )
+            m.set_adapter("b")
+
+    lm(peft_model(), ch)
+
+
+@case
+def class_forward_of_a_layer_patched_reads_global():
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    old = LlamaMLP.forward
+    LlamaMLP.forward = lambda self, x: old(self, x) * SCALE
+
+    def ch(m, i, g):
+        if i == 5:
+            HERE.SCALE = 1.5
+
+    lm(llama(), ch)
+
+
+@case
+def call_hf_module_with_position_ids():
+    lm(llama("sdpa"), position_ids=torch.arange(6)[None].expand(2, 6))

@@ -1,0 +1,115 @@
+"""Further cases, after a first look at the results."""
+
+import sys
+import types
+import weakref
+
+import torch
+from corpus.hostile.kit import Lin, Own, case, late, train
+from torch import nn
+
+HERE = sys.modules[__name__]
+SCALE = 1.0
+
+
+def setg(v):
+    HERE.SCALE = v
+
+
+@case
+def module_replaced_in_sys_modules():
+    class M(Lin):
+        def forward(self, x):
+            import hset
+
+            return self.l(x) * hset.SCALE
+
+    def ch(m):
+        n = types.ModuleType("hset")
+        n.SCALE = 2.0
+        sys.modules["hset"] = n
+
+    train(M(), late(ch))
+
+
+@case
+def raw_storage_written_inside():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("b", torch.ones(4))
+
+        def forward(self, x):
+            y = self.l(x) * self.b.clone()
+            self.b.untyped_storage().fill_(0)
+            self.b.add_(i_of(self))
+            return y
+
+    def i_of(self):
+        return 2.0
+
+    train(M())
+
+
+LOG = []
+
+
+class Dying:
+    def __del__(self):
+        LOG.append(1)
+
+
+@case
+def effect_of_del_not_named_in_forward():
+    class M(Lin):
+        def forward(self, x):
+            Dying()
+            return self.l(x)
+
+    train(M(), observe=lambda m: len(LOG))
+
+
+class WithFunction(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types_, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out * SCALE if func in (torch.Tensor.mul, torch.mul) else out
+
+
+@case
+def parameter_subclass_with_torch_function():
+    HERE.SCALE = 3.0
+    train(Own(lambda m, x: m.l(x) * m.w, w=WithFunction(torch.ones(4))), late(lambda m: setg(2.0)))
+
+
+class Hold:
+    pass
+
+
+@case
+def weak_values_die():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.hold = Hold()
+            self.c = weakref.WeakValueDictionary(a=self.hold)
+
+        def forward(self, x):
+            return self.l(x) * (1.0 if "a" in self.c else 5.0)
+
+    train(M(), late(lambda m: delattr(m, "hold")))
+
+
+@case
+def submodule_compiled_by_own_backend():
+    def backend(gm, ex):
+        return lambda *a: tuple(o * 2 for o in gm(*a))
+
+    m = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Tanh(), backend=backend))
+    train(m)
+
+
+@case
+def control_plain_global():
+    train(Own(lambda m, x: m.l(x) * SCALE), late(lambda m: setg(2.0)))

@@ -1,0 +1,599 @@
+"""Python state that forward reads, in objects of unusual classes."""
+
+import builtins
+import collections
+import concurrent.futures
+import contextlib
+import copy
+import ctypes
+import functools
+import operator
+import sys
+import threading
+import types
+import typing
+import weakref
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import torch
+import torch.fx
+import torch.nn.functional as F
+from corpus.hostile.kit import G, Lin, Own, X, case, hset, late, rec, train
+from torch import nn
+
+HERE = sys.modules[__name__]
+SCALE = 1.0
+TEXT = "{0.SCALE}"
+hconf = Alias = reg_instances = BUF = None  # set by cases
+
+
+def setg(v):
+    HERE.SCALE = v
+
+
+# ---- classes
+class AfterMixin:
+    k = 1.0
+
+    def scaled(self, x):
+        return x * SCALE
+
+
+class MAfter(nn.Module, AfterMixin):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.scaled(self.l(x)) * self.k
+
+
+@case
+def mixin_after_module_method_global():
+    train(MAfter(), late(lambda m: setg(3.0)))
+
+
+@case
+def mixin_after_module_method_replaced():
+    train(MAfter(), late(lambda m: setattr(AfterMixin, "scaled", lambda self, x: x * 5)))
+
+
+@case
+def linear_forward_patched_reads_global():
+    def patched(self, x):
+        return F.linear(x, self.weight, self.bias) * SCALE
+
+    nn.Linear.forward = patched
+
+    train(Own(lambda m, x: m.o(m.l(x))), late(lambda m: setg(2.0)))
+
+
+@case
+def overridden_conv_forward():
+    class Conv(nn.Conv2d):
+        def _conv_forward(self, x, w, b):
+            return super()._conv_forward(x, w * SCALE, b)
+
+    train(Conv(3, 4, 3), late(lambda m: setg(2.0)), inp=lambda i: X(i, 2, 3, 5, 5))
+
+
+@case
+def function_vmap_staticmethod():
+    from torch.func import vmap as batched
+
+    class Double(torch.autograd.Function):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return Double.apply(x) * SCALE, in_dims[0]
+
+    train(Own(lambda m, x: batched(Double.apply)(m.l(x))), late(lambda m: setg(2.0)))
+
+
+class CopyMe2:
+    v = 1.0
+
+    def __copy__(self):
+        r = object.__new__(type(self))
+        r.v = SCALE
+        return r
+
+    def __deepcopy__(self, memo):
+        r = object.__new__(type(self))
+        r.v = SCALE
+        return r
+
+
+@case
+def copy_copy_of_a_config():
+    train(Own(lambda m, x: m.l(x) * copy.copy(m.c).v, c=CopyMe2()), late(lambda m: setg(2.0)))
+
+
+class Shown:
+    def __str__(self):
+        return "hot" if SCALE > 1 else "cold"
+
+    def __repr__(self):
+        return str(SCALE)
+
+
+@case
+def str_of_an_object_chooses():
+    train(
+        Own(
+            lambda m, x: m.l(x) * m.table[f"{m.mode}"],
+            mode=Shown(),
+            table={"hot": 2.0, "cold": 1.0},
+        ),
+        late(lambda m: setg(2.0)),
+    )
+
+
+class Fresh:
+    def __init__(self):
+        self.v = SCALE
+
+
+@case
+def instance_made_by_type_of_attribute():
+    train(Own(lambda m, x: m.l(x) * type(m.c)().v, c=Fresh()), late(lambda m: setg(2.0)))
+
+
+class Props:
+    @property
+    def heat(self):
+        return SCALE
+
+
+@case
+def match_statement_reads_property():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.c = Props()
+
+        def forward(self, x):
+            match self.c:
+                case Props(heat=h):
+                    return self.l(x) * h
+
+    train(M(), late(lambda m: setg(2.0)))
+
+
+class MyPartial(functools.partial):
+    def __call__(self, *a):
+        return super().__call__(*a) * SCALE
+
+
+@case
+def partial_subclass():
+    train(Own(lambda m, x: m.f(m.l(x)), f=MyPartial(torch.tanh)), late(lambda m: setg(2.0)))
+
+
+@functools.lru_cache
+def cached_one(k):
+    return SCALE
+
+
+@case
+def attribute_of_an_lru_cache():
+    cached_one.scale = 1.0
+
+    train(
+        Own(lambda m, x: m.l(x) * cached_one.scale),
+        late(lambda m: setattr(cached_one, "scale", 2.0)),
+    )
+
+
+class scaled_property(property):
+    def __get__(self, o, t=None):
+        return self if o is None else super().__get__(o, t) * SCALE
+
+
+class HasScaled:
+    @scaled_property
+    def v(self):
+        return 1.0
+
+
+@case
+def property_subclass():
+    train(Own(lambda m, x: m.l(x) * m.c.v, c=HasScaled()), late(lambda m: setg(2.0)))
+
+
+class Tagged(np.ndarray):
+    pass
+
+
+@case
+def attribute_of_an_array_subclass():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.a = np.ones(2).view(Tagged)
+            self.a.scale = 1.0
+
+        def forward(self, x):
+            return self.l(x) * self.a.scale
+
+    train(M(), late(lambda m: setattr(m.a, "scale", 2.0)))
+
+
+class FloatSlots(float):
+    __slots__ = ("scale",)
+
+
+@case
+def slot_of_a_float_subclass():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.a = FloatSlots(1.0)
+            self.a.scale = 1.0
+
+        def forward(self, x):
+            return self.l(x) * self.a.scale
+
+    train(M(), late(lambda m: setattr(m.a, "scale", 2.0)))
+
+
+@case
+def object_array_of_lists():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.a = np.empty(1, dtype=object)
+            self.a[0] = [1.0]
+
+        def forward(self, x):
+            return self.l(x) * self.a[0][0]
+
+    train(M(), late(lambda m: m.a[0].__setitem__(0, 2.0)))
+
+
+@case
+def numpy_poly1d():
+    train(
+        Own(lambda m, x: m.l(x) * float(m.p(0.5)), p=np.poly1d([1.0, 0.0])),
+        late(lambda m: m.p.coeffs.__setitem__(0, 2.0)),
+    )
+
+
+@case
+def numpy_frompyfunc():
+    train(
+        Own(lambda m, x: m.l(x) * float(m.f(1.0)), f=np.frompyfunc(lambda t: t * SCALE, 1, 1)),
+        late(lambda m: setg(2.0)),
+    )
+
+
+@case
+def future_that_gets_its_result():
+    train(
+        Own(
+            lambda m, x: m.l(x) * (m.f.result() if m.f.done() else 1.0),
+            f=concurrent.futures.Future(),
+        ),
+        late(lambda m: m.f.set_result(2.0)),
+    )
+
+
+@case
+def contextlib_closing():
+    train(
+        Own(
+            lambda m, x: m.l(x) * m.c.thing.scale,
+            c=contextlib.closing(types.SimpleNamespace(scale=1.0, close=lambda: None)),
+        ),
+        late(lambda m: setattr(m.c.thing, "scale", 2.0)),
+    )
+
+
+@case
+def xml_element():
+    train(
+        Own(lambda m, x: m.l(x) * float(m.e.get("scale")), e=ET.fromstring("<a scale='1.0'/>")),
+        late(lambda m: m.e.set("scale", "2.0")),
+    )
+
+
+@case
+def ctypes_char_p_into_a_buffer():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            b = ctypes.create_string_buffer(b"1.0")
+            self.__dict__["keep"] = None
+            HERE.BUF = b
+            self.p = ctypes.c_char_p(ctypes.addressof(b))
+
+        def forward(self, x):
+            return self.l(x) * float(self.p.value)
+
+    train(M(), late(lambda m: setattr(HERE.BUF, "value", b"2.0")))
+
+
+# ---- names
+@case
+def builtin_function_replaced():
+    def ch(m):
+        builtins.max = lambda *a: 2.0
+
+    train(Own(lambda m, x: m.l(x) * max(0.5, 1.0)), late(ch))
+
+
+class ConfigModule(types.ModuleType):
+    @property
+    def heat(self):
+        return SCALE
+
+
+@case
+def module_of_a_class_with_properties():
+    mod = ConfigModule("hconf")
+    sys.modules["hconf"] = mod
+    HERE.hconf = mod
+
+    train(Own(lambda m, x: m.l(x) * hconf.heat), late(lambda m: setg(2.0)))
+
+
+@case
+def pydoc_locate():
+    import pydoc
+
+    train(
+        Own(lambda m, x: m.l(x) * pydoc.locate("hset.SCALE")),
+        late(lambda m: setattr(hset, "SCALE", 2.0)),
+    )
+
+
+@case
+def attrgetter_dotted():
+    hset.inner = types.ModuleType("inner")
+    hset.inner.HEAT = 1.0
+
+    train(
+        Own(lambda m, x: m.l(x) * operator.attrgetter("inner.HEAT")(hset)),
+        late(lambda m: setattr(hset.inner, "HEAT", 2.0)),
+    )
+
+
+fetch = getattr
+
+
+@case
+def getattr_by_another_name():
+    train(
+        Own(lambda m, x: m.l(x) * fetch(hset, m.key), key="SCALE"),
+        late(lambda m: setattr(hset, "SCALE", 2.0)),
+    )
+
+
+@case
+def frame_globals():
+    train(
+        Own(lambda m, x: m.l(x) * sys._getframe().f_globals["SCA" + "LE"]),
+        late(lambda m: setg(2.0)),
+    )
+
+
+@case
+def callers_local_variable():
+    class M(Lin):
+        def forward(self, x):
+            f = sys._getframe()
+            while "heat_of_the_loop" not in f.f_locals:
+                f = f.f_back
+            return self.l(x) * f.f_locals["heat_of_the_loop"]
+
+    m = M()
+    g = G(m)
+    for i in range(8):
+        heat_of_the_loop = 1.0 if i < 5 else 2.0  # noqa: F841
+        out = g(X(i))
+        rec(f"step {i}", out)
+        out.sum().backward()
+
+
+@case
+def format_string_reads_attribute():
+    train(
+        Own(lambda m, x: m.l(x) * float(TEXT.format(hset))),
+        late(lambda m: setattr(hset, "SCALE", 2.0)),
+    )
+
+
+@case
+def patched_torch_special():
+    torch.special.expit = lambda x: torch.sigmoid(x) * SCALE
+
+    train(Own(lambda m, x: torch.special.expit(m.l(x))), late(lambda m: setg(2.0)))
+
+
+@case
+def patched_einsum_of_functional():
+    old = torch.einsum
+    train(
+        Own(lambda m, x: torch.einsum("ij,kj->ik", m.l(x), x)),
+        late(lambda m: setattr(torch, "einsum", lambda *a: old(*a) * 2)),
+    )
+
+
+@case
+def fx_graph_module_with_leaf_function():
+    class M(Lin):
+        def forward(self, x):
+            return leaf_for_fx(self.l(x))
+
+    train(torch.fx.symbolic_trace(M()), late(lambda m: setg(2.0)))
+
+
+def leaf_for_fx(x):
+    return x * SCALE
+
+
+torch.fx.wrap("leaf_for_fx")
+
+
+@case
+def singledispatch_registered_later():
+    @functools.singledispatch
+    def act(x):
+        return torch.tanh(x)
+
+    train(
+        Own(lambda m, x: act(m.l(x))), late(lambda m: act.register(torch.Tensor, lambda x: x * 3))
+    )
+
+
+@case
+def typed_dict_and_chainmap():
+    train(
+        Own(lambda m, x: m.l(x) * m.c["w"], c=collections.ChainMap({}, {"w": 1.0})),
+        late(lambda m: m.c.maps.__setitem__(0, {"w": 2.0})),
+    )
+
+
+@case
+def descriptor_with_weak_key_storage():
+    class Field:
+        def __init__(self):
+            self.d = weakref.WeakKeyDictionary()
+
+        def __get__(self, o, t=None):
+            return self.d.get(o, 1.0)
+
+        def __set__(self, o, v):
+            self.d[o] = v
+
+    class C:
+        w = Field()
+
+    train(Own(lambda m, x: m.l(x) * m.c.w, c=C()), late(lambda m: setattr(m.c, "w", 2.0)))
+
+
+@case
+def parameter_id_key():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.scale_of = {id(self.l.weight): 2.0}
+
+        def forward(self, x):
+            return self.l(x) * self.scale_of.get(id(self.l.weight), 1.0)
+
+    train(M())
+
+
+@case
+def parameter_in_a_set():
+    class M(Lin):
+        def __init__(self):
+            super().__init__()
+            self.special = {self.o.bias}
+
+        def forward(self, x):
+            return self.o(self.l(x)) + sum(p.sum() for p in self.parameters() if p in self.special)
+
+    train(M())
+
+
+class Scaled(nn.Parameter):
+    def scaled(self):
+        return self * 2
+
+
+@case
+def parameter_subclass_method():
+    train(Own(lambda m, x: m.l(x) * m.w.scaled(), w=Scaled(torch.ones(4))))
+
+
+@case
+def version_of_a_parameter():
+    train(
+        Own(lambda m, x: m.l(x) * (2.0 if m.l.weight._version > 4 else 1.0)),
+        opt=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
+
+
+@case
+def shared_memory_flag():
+    train(
+        Own(
+            lambda m, x: m.l(x) * m.b * (2.0 if m.b.is_shared() else 1.0),
+            buffers={"b": torch.ones(4)},
+        ),
+        late(lambda m: m.b.share_memory_()),
+    )
+
+
+@case
+def tensor_subclass_buffer_class_state():
+    class T(torch.Tensor):
+        factor = 1.0
+
+        @classmethod
+        def __torch_function__(cls, func, types_, args=(), kwargs=None):
+            out = super().__torch_function__(func, types_, args, kwargs or {})
+            plain = out.as_subclass(torch.Tensor) if func is torch.Tensor.mul else out
+            return plain * SCALE if func is torch.Tensor.mul else out
+
+    train(
+        Own(
+            lambda m, x: (m.l(x) * m.b).as_subclass(torch.Tensor),
+            buffers={"b": torch.ones(4).as_subclass(T)},
+        ),
+        late(lambda m: setg(2.0)),
+    )
+
+
+@case
+def generic_alias_origin():
+    class Box(typing.Generic[typing.TypeVar("T")]):
+        def v(self):
+            return SCALE
+
+    HERE.Alias = Box[int]
+
+    train(Own(lambda m, x: m.l(x) * Alias().v()), late(lambda m: setg(2.0)))
+
+
+@case
+def instance_found_by_gc():
+    class Reg:
+        v = 1.0
+
+    HERE.reg_instances = weakref.WeakSet()
+    r = Reg()
+    r.v = 1.0
+    reg_instances.add(r)
+
+    train(
+        Own(lambda m, x: m.l(x) * next(iter(reg_instances)).v), late(lambda m: setattr(r, "v", 2.0))
+    )
+
+
+@case
+def thread_pool_initialised_local():
+    loc = threading.local()
+    loc.v = 1.0
+    ex = concurrent.futures.ThreadPoolExecutor(1, initializer=lambda: setattr(loc, "v", 1.0))
+
+    train(
+        Own(lambda m, x: m.l(x) * ex.submit(lambda: loc.v).result()),
+        late(lambda m: ex.submit(lambda: setattr(loc, "v", 2.0)).result()),
+    )
