@@ -133,16 +133,17 @@ class Trace:
     def fits(self, owner: Any, state: Any) -> bool:
         """Whether everything that was read is as it was traced."""
         given = self.scope(owner) | {"state": state}
-        found: bool = self._all.guard_manager.check(given)
-        return found and self.is_read_as(self.read(owner)) and self.classes.hold()
+        holds = self.holds(given, whole=True)
+        return holds and self.is_read_as(self.read(owner)) and self.classes.hold()
 
     def scope(self, owner: Any) -> dict[str, Any]:
         """The variables of a call, the state left out, for `holds` and `read`."""
         return {"owner": owner, **self._cells}
 
-    def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of all that was read hold, the state left out; asked within `neutral`."""
-        found: bool = self._outside.guard_manager.check(scope)
+    def holds(self, scope: dict[str, Any], whole: bool = False) -> bool:
+        """Whether guards of all that was read hold, the state left out; asked within `neutral`.
+        whole: Of the state, too, which is in `scope`."""
+        found: bool = (self._all if whole else self._outside).guard_manager.check(scope)
         return found
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
@@ -252,6 +253,7 @@ _PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
 )
+_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")  # asks C++ of groups
 _FLAG = ".READING"  # of fallback.py
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
@@ -369,7 +371,7 @@ class _Answers(dict[Any, Any]):
     def __getitem__(self, asked: Any) -> Any:
         asking = sys._getframe(1).f_locals["tx"]
         files = [asks.f_code.co_filename for asks in (asking, asking.parent) if asks is not None]
-        told = any(file.startswith(_PACKAGE) or file.endswith(_TOLD) for file in files)
+        told = any(file.startswith((_PACKAGE, _DISTRIBUTED)) or file.endswith(_TOLD) for file in files)
         answer = super().__getitem__(asked)
         return answer if told or not answer else False
 

@@ -826,7 +826,7 @@ class Control:
             # out
             if capturing():
                 return True
-            if self._check_state() is not None:
+            if self._check_state(call.key, None, args, kwargs) is not None:
                 return False
             if self._capturer.is_compiled(call.key):
                 return True

@@ -118,21 +118,23 @@ class Guards:
 
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
-        if self._whole and args is not None:
-            first = self._used[0]
-            if not first.trace.fits(first.owner, row_major({"args": args, "kwargs": kwargs})):
+        whole = self._whole and args is not None
+        if whole:
+            first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
+            if not first.trace.holds(first.scope | {"state": state}, whole=True):
                 return False
         return (
             all(classes.hold() for classes in self._classes)
-            and self._traces_hold()
+            and self._traces_hold(asked=whole)
             and self._memory_holds()
             and self._lists_hold()
         )
 
-    def _traces_hold(self) -> bool:
+    def _traces_hold(self, asked: bool) -> bool:
+        """asked: Whether the first trace's guards hold already."""
         with neutral():
-            for trace, owner, scope, read in self._used:
-                if not trace.holds(scope):
+            for number, (trace, owner, scope, read) in enumerate(self._used):
+                if not (asked and number == 0) and not trace.holds(scope):
                     return False
                 now = trace.read(owner, scope)
                 if not all(map(operator.is_, now, read)) and not _alike(trace, now, read):

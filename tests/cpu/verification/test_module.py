@@ -70,8 +70,9 @@ def test_a_broken_promise_is_found(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SCALE", [1.0])
     found = packgraph.verify(Scaled(), changing())
     assert not found and found.steps == 5
-    assert found.difference is not None and found.difference.name == "output 0"
-    assert str(found).startswith("differs from eager at step 5: output 0")
+    # A graph on a CPU calls the operation again, and has its own formula of the gradient.
+    assert found.difference is not None and found.difference.name == "gradient of input 0"
+    assert str(found).startswith("differs from eager at step 5: gradient of input 0")
 
 
 def test_what_never_replays_verifies_nothing():
