@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from graphkit import make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
-from threadkit import Wide, beside, gradients, together, whole
+from threadkit import Wide, beside, gradients, looking, together, whole
 from torch import nn
 from tracekit import differences
 
@@ -239,18 +239,6 @@ def test_nothing_of_torch_is_replaced_while_a_capture_runs():
 
     captured(One(forward), X)
     assert seen and all(found == before for found in seen)
-
-
-def looking(does):
-    """An operation that returns a copy of its argument, and calls `does`, which no tracer sees."""
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        does()
-        return x.clone()
-
-    made = torch.library.custom_op(f"test_threads::look{id(does)}", look, mutates_args=())
-    made.register_fake(torch.empty_like)
-    return made
 
 
 def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
