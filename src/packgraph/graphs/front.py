@@ -364,14 +364,16 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
 
 
 class _Answers(dict[Any, Any]):
-    """What code is told that asks whether it is traced. Ours, and `_TOLD`, which has blocks that
-    Dynamo cannot read and need not, is told the truth; all other code what a plain call would
-    tell."""
+    """What code is told that asks whether it is traced. Ours, `_TOLD` and torch's of groups, which
+    have blocks that Dynamo cannot read and need not, are told the truth; all other code what a
+    plain call would tell."""
 
     def __getitem__(self, asked: Any) -> Any:
         asking = sys._getframe(1).f_locals["tx"]
         files = [asks.f_code.co_filename for asks in (asking, asking.parent) if asks is not None]
-        told = any(file.startswith((_PACKAGE, _DISTRIBUTED)) or file.endswith(_TOLD) for file in files)
+        told = any(
+            file.startswith((_PACKAGE, _DISTRIBUTED)) or file.endswith(_TOLD) for file in files
+        )
         answer = super().__getitem__(asked)
         return answer if told or not answer else False
 

@@ -329,7 +329,8 @@ class Control:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
-        self._turn()
+        if self.module.training is not self._capturer.training:
+            self._turn()
         cache = self._capturer.cache
         key = call_key(args, kwargs, self.device, self._capturer.training)
         holds = key is not None and (
@@ -727,7 +728,8 @@ class Control:
 
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""
-        self._refuse_released()
+        if self._released is not None:
+            self._refuse_released()
         reason = fallback.bypass_reason()
         if reason is not None:
             return reason

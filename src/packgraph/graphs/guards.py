@@ -8,6 +8,7 @@ A guard knows type, form and requires_grad of a tensor, but not which one it is:
 addresses, so identity and memory are compared here.
 """
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ _IN_PLACE = (
 _ARGUMENT = (
     "pass what changes often to forward as an argument, as a tensor if it may have any value"
 )
+_NOTHING = contextlib.nullcontext()
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 _HOOKS, _LATE_HOOKS = (
     operator.attrgetter("_backward_hooks"),
@@ -123,22 +125,22 @@ class Guards:
             first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
             if not first.trace.holds(first.scope | {"state": state}, whole=True):
                 return False
-        return (
-            all(classes.hold() for classes in self._classes)
-            and self._traces_hold(asked=whole)
-            and self._memory_holds()
-            and self._lists_hold()
-        )
+        for classes in self._classes:
+            if not classes.hold():
+                return False
+        with neutral() if torch._C._is_any_autocast_enabled() else _NOTHING:
+            if not self._traces_hold(asked=whole):
+                return False
+        return self._memory_holds() and (not self._lists or self._lists_hold())
 
     def _traces_hold(self, asked: bool) -> bool:
         """asked: Whether the first trace's guards hold already."""
-        with neutral():
-            for number, (trace, owner, scope, read) in enumerate(self._used):
-                if not (asked and number == 0) and not trace.holds(scope):
-                    return False
-                now = trace.read(owner, scope)
-                if not all(map(operator.is_, now, read)) and not _alike(trace, now, read):
-                    return False
+        for trace, owner, scope, read in self._used:
+            if not asked and not trace.holds(scope):
+                return False
+            asked, now = False, trace.read(owner, scope)
+            if not all(map(operator.is_, now, read)) and not _alike(trace, now, read):
+                return False
         return True
 
     def _lists_hold(self) -> bool:
@@ -156,8 +158,11 @@ class Guards:
             list(map(torch.Tensor.data_ptr, self._locals)) == self._pointers
             and self._forms_now() == self._forms
             and self._hooks_hold()
-            and all(local_tensor(tensor) is local for tensor, local in self._distributed)
+            and (not self._distributed or self._locals_hold())
         )
+
+    def _locals_hold(self) -> bool:
+        return all(local_tensor(tensor) is local for tensor, local in self._distributed)
 
     def changed(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> Change | None:
         """What no longer holds, in words. args, kwargs: Of a call."""

@@ -143,14 +143,16 @@ def call_key(
     unseen. training: whether the module is in training mode.
     """
     facts: list[Any] = []
+    single = len(args) + len(kwargs) == 1
     for arg in (*args, *kwargs.values()) if kwargs else args:
         fact = _fact(arg, device)
         if fact is None:
             return None
         facts.append(fact)
+        single = single and (type(arg) is PackedBatch or type(arg) in TENSORS)
     return (
         training,
-        _repeats(args, kwargs),
+        () if single else _repeats(args, kwargs),
         len(args),
         tuple(kwargs),
         tuple(facts),
@@ -174,7 +176,9 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
         fact = _fact(arg.data, device)
         return None if fact is None else (PackedBatch, arg.capacity, fact)
     if kind in TENSORS:
-        if arg.device != device or arg.layout != torch.strided or _attributes(arg):
+        if arg.device != device or arg.layout != torch.strided:
+            return None
+        if arg.__dict__ and _attributes(arg):
             return None
         strides = None if arg.is_contiguous() else own_strides(arg)
         # A graph has copies: code that asks what made its arguments is read on the arguments.

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -200,10 +201,8 @@ def without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             RemovableHandle(OrderedDict())
 
 
-def hooks_made() -> int | None:
-    """How many hooks this process has registered, on whatever; None where torch does not count
-    them."""
-    return getattr(RemovableHandle, "next_id", None)
+# How many hooks this process has registered, on whatever; None where torch does not count them.
+hooks_made: Callable[[], int | None] = partial(getattr, RemovableHandle, "next_id", None)
 
 
 def _hooks_are_counted() -> bool:

@@ -36,8 +36,10 @@ def unlike_captured(
         return fallback.UNDER_AUTOCAST
     if lease.is_spent(region.number):
         return fallback.AGAIN
-    strided = all(each is None or each.layout is torch.strided for each in gradients)
-    return None if strided else fallback.SPARSE
+    for each in gradients:
+        if each is not None and each.layout is not torch.strided:
+            return fallback.SPARSE
+    return None
 
 
 def recompute_gradients(

@@ -314,10 +314,10 @@ def _recompute(
         lease.start_backward(region.number)
     with torch.no_grad():
         found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-    if reason is not None:
-        known.runs_eagerly(reason)
-    else:
+    if reason is None:
         known.learn(region.number, list(region.backwards), pattern)
+    else:
+        known.runs_eagerly(reason)
     with lease.slots.launches:
         lease.finish_backward(region.number)
     return found
@@ -600,9 +600,8 @@ class Variant:
 
     def touched(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tensors from outside that its forwards write to, and those that they read."""
-        contexts = [region.context for region in self.regions.values()]
-        writes = [tensor for context in contexts for tensor in context.writes]
-        return writes, [tensor for context in contexts for tensor in context.reads]
+        of = [region.context for region in self.regions.values()]
+        return [t for each in of for t in each.writes], [t for each in of for t in each.reads]
 
     def reset(self) -> None:
         """Free all graphs."""

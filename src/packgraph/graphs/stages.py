@@ -53,7 +53,8 @@ class Stage:
             are never drawn again. What else the stage does to tensors that are there before (a
             counter) is done twice.
         opaque: The stage runs as it is where stages are compiled: torch.compile could not take what
-            it does, such as an exchange with other ranks that goes on behind it.
+            it does, such as an exchange with other ranks that goes on behind it. Nor does the
+            tracer read it: a graph goes on with the attributes that it had at capture.
         owner: The module that `run` takes before the state, for a function that is no method.
 
     Raises:
