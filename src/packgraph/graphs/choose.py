@@ -1,8 +1,8 @@
-"""Which backend serves a module, what compiles its stages, and which copy streams copy beside eager
-work."""
+"""What `packgraph.graph` is asked for: which backend serves a module, what compiles its stages, and
+which copy streams copy beside eager work."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,36 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
+from packgraph.packing.capacity import Capacity
+
+
+class Asked(NamedTuple):
+    """The arguments of `packgraph.graph`, which explains them."""
+
+    capacities: Capacity | Iterable[Capacity] | None
+    backend: str
+    warmup: int
+    slots: int | None
+    strict: bool
+    scope: Iterable[str] | None
+    granularity: str
+    compile: bool | str | Mapping[str, Any]
+    compare_every: int
+    trust: bool
+
+    def check(self) -> None:
+        """Raises ValueError for what makes no sense."""
+        if self.trust and self.compile:
+            raise ValueError(
+                "trust=True is for modules that PyTorch's tracer cannot read, and compile=True "
+                "reads them: leave out one of the two"
+            )
+        fits = self.slots is None or self.slots >= 1
+        if self.warmup < 0 or self.compare_every < 0 or not fits:
+            raise ValueError(
+                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
+                f"warmup={self.warmup}, compare_every={self.compare_every}, slots={self.slots}"
+            )
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:

@@ -39,6 +39,7 @@ from packgraph.graphs.program import (
     with_lengths,
 )
 from packgraph.graphs.stages import Run, State
+from packgraph.graphs.trust import Trusted
 from packgraph.graphs.undone import compiled_code, explained, undone
 
 SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
@@ -203,7 +204,8 @@ class _CheckedRun:
             refuse_changed_inputs(versions, given, self.program.describe(run))
         given_by_others = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
         for leaf in leaves_behind(tree_leaves(result), self.walked):
-            foreign = id(leaf) in given_by_others if self.traces else not watch.has_made(leaf)
+            is_read = self.traces and not isinstance(self.traces[0][0], Trusted)
+            foreign = id(leaf) in given_by_others if is_read else not watch.has_made(leaf)
             if foreign and id(leaf) not in self.known:
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "

@@ -280,6 +280,7 @@ class Stats:
             parameter's storage was replaced, and so on.
         capture_seconds: Time spent capturing.
         compared: Replays that were compared bit by bit with a call of the module itself.
+        trusted: Whether the module is taken for static, as `graph(trust=True)` says.
         pool_bytes: Memory that the pools of all slots hold now.
         compiled: Pieces of code that torch.compile made, each a forward and its backward.
         recompiles: Of those, the ones made for stages that had code already, by reason: other
@@ -302,6 +303,7 @@ class Stats:
     recaptures: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     compared: int = 0
+    trusted: bool = False
     compiled: int = 0
     recompiles: Counter[str] = field(default_factory=Counter)
     compile_seconds: float = 0.0

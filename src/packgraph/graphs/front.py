@@ -661,17 +661,18 @@ class Reader:
         try:
             found = self._codes[key].find(piece.owner, state)
         except TRACING_ERRORS as error:
-            raise explained(piece, error) from error
+            raise explained(piece, error, TRUST) from error
         note_trace(found, piece.owner)
         return found
 
 
 # What tracing may raise: torch's own errors, and what its inside meets in unusual objects.
 TRACING_ERRORS = (TorchDynamoException, ImportError, *USER_ERRORS)
-TO_DO = (
-    "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
-    "compile=False"
+_TO_DO = (
+    "write it so that torch.compile(fullgraph=True) takes it, leave the stage out of the scope, or"
 )
+TRUST = f"{_TO_DO} say that it is static: packgraph.graph(module, trust=True)"
+COMPILE = f"{_TO_DO} compile=False"
 MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
 
 
@@ -721,20 +722,22 @@ def _shape(leaf: Any) -> Hashable:
     return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
 
 
-def explained(piece: CompileUnit, error: Exception) -> CaptureError:
-    """What torch.compile has raised, as an error at the user's line."""
+def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
+    """What torch's tracer has raised, as an error at the user's line. to_do: If nothing better is
+    known: `TRUST` or `COMPILE`."""
     if isinstance(error, FailOnRecompileLimitHit):
         return CaptureError(
             f"the stages {piece.name} were compiled again and again for the same shapes: something "
             "that torch takes for a constant differs from layer to layer or from call to call",
             definition(piece),
-            "make it a tensor (a buffer), or " + TO_DO + MORE,
+            "make it a tensor (a buffer), or " + to_do + MORE,
         )
     inner = getattr(error, "inner_exception", None) or error
     if isinstance(inner, CaptureError):
         return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
     said = lines[0] if lines else type(inner).__name__
+    why = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation: ")), "")
     raised = re.search(r"raised exception (.*)", str(inner))
     if raised is not None:
         return CaptureError(
@@ -746,9 +749,9 @@ def explained(piece: CompileUnit, error: Exception) -> CaptureError:
         if any(words in line for line in lines[:3]):
             return host_read(name, _line(error) or definition(piece))
     return CaptureError(
-        f"PyTorch's tracer cannot read {piece.name}: {said}",
+        f"PyTorch's tracer cannot read {piece.name}: {said}" + (why and f" ({why})"),
         _line(error) or definition(piece),
-        TO_DO + MORE,
+        to_do + MORE,
     )
 
 

@@ -24,7 +24,7 @@ from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported
-from packgraph.graphs.choose import choose_backend, choose_compiler
+from packgraph.graphs.choose import Asked, choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.key import Signature, call_key, signature, undeclared
@@ -36,6 +36,7 @@ from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.program import Program, open_objects
 from packgraph.graphs.replay import ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
+from packgraph.graphs.trust import TrustingReader
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -51,6 +52,7 @@ def graph(
     granularity: str = "chunk",
     compile: bool | str | Mapping[str, Any] = False,
     compare_every: int = 0,
+    trust: bool = False,
 ) -> "GraphedModule":
     """Wraps a module so that its training calls replay captured graphs.
 
@@ -78,6 +80,11 @@ def graph(
             module itself, gradients included; N > 0 repeats that after every N replays. What
             differs is an error that names it, and such calls run eagerly from then on. All that a
             comparison does is undone. Ranks that capture together compare first replays only.
+        trust: The module is static, says its user: PyTorch's tracer need not be able to read it.
+            Before a call only its submodules, parameters, buffers and training flags are looked
+            at, beside the arguments; first replays are compared. What else forward reads stays as
+            it was at capture, and what it does beside computing (counters, prints) is not done by
+            replays. `stats.trusted` tells.
 
     Returns:
         The module with graphs.
@@ -98,9 +105,10 @@ def graph(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    options = strict, scope, granularity, compile, compare_every
-    own = Control(module, capacities, backend, warmup, slots, *options)
-    return GraphedModule(module, own)
+    options = strict, scope, granularity, compile, compare_every, trust
+    asked = Asked(capacities, backend, warmup, slots, *options)
+    asked.check()
+    return GraphedModule(module, Control(module, asked))
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -156,33 +164,20 @@ class Control:
             a failure of one is a failure of all.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        capacities: Capacity | Iterable[Capacity] | None,
-        backend: str,
-        warmup: int,
-        slots: int | None,
-        strict: bool,
-        scope: Iterable[str] | None,
-        granularity: str,
-        compile: bool | str | Mapping[str, Any] = False,
-        compare_every: int = 0,
-    ) -> None:
-        self.module = module
-        if warmup < 0 or compare_every < 0 or (slots is not None and slots < 1):
-            raise ValueError(
-                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
-                f"warmup={warmup}, compare_every={compare_every}, slots={slots}"
-            )
-        self.capacities = () if capacities is None else read_capacities(capacities)
-        self._notices = Notices(type(module).__name__, strict, warmup)
-        self.stats = Stats(_notice=self._notices.fell_back)
-        program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
+    def __init__(self, module: torch.nn.Module, asked: Asked) -> None:
+        self.module, warmup = module, asked.warmup
+        self.capacities = () if asked.capacities is None else read_capacities(asked.capacities)
+        self._notices = Notices(type(module).__name__, asked.strict, warmup)
+        self.stats = Stats(trusted=asked.trust, _notice=self._notices.fell_back)
+        reader = TrustingReader(module) if asked.trust else None
+        compiler = choose_compiler(asked.compile, self.stats)
+        program = Program(module, asked.scope, asked.granularity, compiler, reader)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
-        self._slots = Slots(self._backend, self.device, slots)
+        self._backend: Backend = choose_backend(
+            asked.backend, self.device, module_generators(module)
+        )
+        self._slots = Slots(self._backend, self.device, asked.slots)
         self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is noted here; not held while the module runs
@@ -195,7 +190,7 @@ class Control:
             self._output_gradients,
             self.stats,
             self._notices,
-            compare_every,
+            asked.compare_every,
         )
         self.consensus = consensus_of(module)
         self._closed = False

@@ -43,7 +43,15 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.front import Code, TracedCode, chain, definition, explained, shapes_of
+from packgraph.graphs.front import (
+    COMPILE,
+    Code,
+    TracedCode,
+    chain,
+    definition,
+    explained,
+    shapes_of,
+)
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
@@ -154,7 +162,7 @@ class Compiler:
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
-            raise explained(piece, error) from error
+            raise explained(piece, error, COMPILE) from error
 
     def _code_for(self, piece: CompileUnit, state: State) -> Code:
         """Code of its own for every function and every bucket: torch limits how often one code is
