@@ -27,7 +27,7 @@ from packgraph.graphs.checks.host_calls import UnseenLoop, watch_also
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, HostSyncCheck, Journal
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
-from packgraph.graphs.guards import Guards
+from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import (
@@ -119,6 +119,7 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
                 forward_line(program.module),
                 "make tensors of fixed sizes",
             )
+    refuse_host_memory(used, call.backend.guard_device)
     guards = Guards(
         used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
     )

@@ -35,7 +35,7 @@ import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
@@ -725,13 +725,6 @@ def _shape(leaf: Any) -> Hashable:
 def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
     """What torch's tracer has raised, as an error at the user's line. to_do: If nothing better is
     known: `TRUST` or `COMPILE`."""
-    if isinstance(error, FailOnRecompileLimitHit):
-        return CaptureError(
-            f"the stages {piece.name} were compiled again and again for the same shapes: something "
-            "that torch takes for a constant differs from layer to layer or from call to call",
-            definition(piece),
-            "make it a tensor (a buffer), or " + to_do + MORE,
-        )
     inner = getattr(error, "inner_exception", None) or error
     if isinstance(inner, CaptureError):
         return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
@@ -745,14 +738,13 @@ def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
             _line(error) or definition(piece),
             "leave the stage out of the scope, or mend what raises",
         )
+    where, instead = _line(error) or definition(piece), _instead(error)
     for words, name in _WAITS.items():
         if any(words in line for line in lines[:3]):
-            return host_read(name, _line(error) or definition(piece))
-    return CaptureError(
-        f"PyTorch's tracer cannot read {piece.name}: {said}" + (why and f" ({why})"),
-        _line(error) or definition(piece),
-        to_do + MORE,
-    )
+            found = host_read(name, where)
+            return CaptureError(found.what, where, instead or found.remedy)
+    what = f"PyTorch's tracer cannot read {piece.name}: {said}" + (why and f" ({why})")
+    return CaptureError(what, where, instead or to_do + MORE)
 
 
 # What Dynamo says of code that needs a value on the host, and of what that is a read.
@@ -762,6 +754,20 @@ _WAITS = {
     "Data dependent operator": "item",
     "Could not guard on data-dependent": "item",
 }
+
+
+# What to do where code of torch, in these files, looks at numbers.
+_INSTEAD = {
+    os.path.join("torch", "distributions", ""): "pass validate_args=False to the distribution: its "
+    "checks read numbers on the host",
+    os.path.join("torch", "nn", "modules", "transformer.py"): "pass is_causal=True or False beside "
+    "the mask: torch looks at the mask's numbers otherwise",
+}
+
+
+def _instead(error: BaseException) -> str:
+    passed = " ".join(frame.filename for frame in getattr(error, "real_stack", None) or [])
+    return next((text for file, text in _INSTEAD.items() if file in passed), "")
 
 
 def _line(error: BaseException) -> str | None:

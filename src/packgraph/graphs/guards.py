@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from packgraph.graphs import parameters
+from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.key import neutral, row_major
 from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
 
@@ -54,6 +55,23 @@ class _Used(NamedTuple):
     owner: Any
     scope: dict[str, Any]
     read: tuple[Any, ...]
+
+
+def refuse_host_memory(used: Sequence[tuple["Trace", Any]], device: str | None) -> None:
+    """Raises CaptureError for a tensor that is read from outside and does not lie on the device of
+    the graph: kernels get its number, which a graph would keep. device: None = on the host, too."""
+    for trace, owner in used if device is not None else ():
+        for name, tensor in zip(trace.names, trace.read(owner), strict=False):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == device:
+                continue
+            if tensor.device.type != "cpu" or not tensor.is_pinned():
+                raise CaptureError(
+                    f"forward reads {name}, a tensor on the {tensor.device.type}: a graph would "
+                    "keep its numbers",
+                    forward_line(owner) if isinstance(owner, torch.nn.Module) else user_line(),
+                    "move it to the device of the module (register it as a buffer), or make it a "
+                    "Python number",
+                )
 
 
 def _alike(trace: "Trace", now: tuple[Any, ...], read: tuple[Any, ...]) -> bool:

@@ -49,7 +49,7 @@ from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.guards import Guards
+from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths, reading, reading_calls
@@ -325,6 +325,7 @@ class GraphedStep:
         used: list[tuple[Any, Any]] = []
         with reading(used):
             variant = self._capture(args)
+        refuse_host_memory(used, self._backend.guard_device)
         self._guards[key] = Guards(used, dict(self.modules.named_parameters()))
         return variant
 

@@ -83,7 +83,7 @@ def boolean_mask(h, x):
 
 
 def boolean_assign(h, x):
-    return h.clone().index_put_((x > 0,), torch.zeros(()))
+    return h.clone().index_put_((x[:, 0] > 0,), x[0])
 
 
 def masked_select(h, x):

@@ -419,7 +419,8 @@ def refuse_unsafe(
     if device is not None and not any(t.device.type == device for t in tensors):
         return
     if operation.maskable:
-        if any(isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN for i in args[1]):
+        masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN]
+        if masks and not _is_fill(*args):
             raise CaptureError(
                 "indexing with a boolean mask waits for the device: its size depends on data",
                 user_line(),
@@ -439,6 +440,19 @@ def refuse_unsafe(
             user_line(),
             way_out(name),
         )
+
+
+def _is_fill(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    value: torch.Tensor | None = None,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> bool:
+    """Whether torch takes `tensor[mask] = number` for `masked_fill_`: one mask, and a value on the
+    host."""
+    number = value is not None and value.numel() == 1 and value.device.type == "cpu"
+    return number and not accumulate and len([i for i in indices if i is not None]) == 1
 
 
 def _refuse_random(
