@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -333,7 +333,13 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             restart_reasons=set(),
         )
         output: Any = found.tracer_output.output_graph
-        with torch_function_mode_stack_state_mgr.temp_restore_stack():
+        if output.random_calls:
+            raise CaptureError(
+                "forward draws random numbers of Python, which a replay would not draw again",
+                "",
+                "draw them with torch, on the module's device",
+            )
+        with torch_function_mode_stack_state_mgr.temp_restore_stack(), _noting_ends() as ends:
             classes = Classes(output.traced_code)
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
@@ -344,12 +350,6 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             if isinstance(value, torch.nn.Module | torch.Tensor):
                 del names_of_guards[name]  # torch 2.11 needed it to build them
     identity, run, code_of_graph, sources = made
-    if output.random_calls:
-        raise CaptureError(
-            "forward draws random numbers of Python, which a replay would not draw again",
-            "",
-            "draw them with torch, on the module's device",
-        )
     if run is not None:
         names[identity] = run
     else:
@@ -358,9 +358,32 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     owner = arguments["owner"]
     sources = [*sources, *(name for name in classes.baked if name not in sources)]
     result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
+    weakref.finalize(result, _forget, ends)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
+
+
+@contextlib.contextmanager
+def _noting_ends() -> Iterator[list[Any]]:
+    """Notes the callbacks by which guards learn in the block that an object is gone. Those on what
+    lives as long as the process would keep the trace with it."""
+    made, own = list[Any](), torch._dynamo.guards.weakref
+
+    def finalize(*args: Any) -> None:
+        made.append(weakref.finalize(*args))
+
+    shown: Any = SimpleNamespace(**vars(own) | {"finalize": finalize})
+    torch._dynamo.guards.weakref = shown
+    try:
+        yield made
+    finally:
+        torch._dynamo.guards.weakref = own
+
+
+def _forget(ends: Sequence[Any]) -> None:
+    for end in ends:
+        end.detach()
 
 
 class _Answers(dict[Any, Any]):

@@ -74,13 +74,6 @@ def refuse_host_memory(used: Sequence[tuple["Trace", Any]], device: str | None) 
                 )
 
 
-def _alike(trace: "Trace", now: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
-    """Whether tensors are the same ones, and numbers have the same bits."""
-    tensors = len(trace.names)
-    same = all(map(operator.is_, now[:tensors], read[:tensors]))
-    return same and trace.is_read_as(now)
-
-
 class Guards:
     """The guards of one captured call.
 
@@ -157,7 +150,11 @@ class Guards:
             if not asked and not trace.holds(scope):
                 return False
             asked, now = False, trace.read(owner, scope)
-            if not all(map(operator.is_, now, read)) and not _alike(trace, now, read):
+            tensors = len(trace.names)
+            if not all(map(operator.is_, now[:tensors], read)):
+                return False
+            # A tuple may be the same one, and what is in it other.
+            if len(now) > tensors and not trace.is_read_as(now):
                 return False
         return True
 
