@@ -305,7 +305,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             _refuse_hanging(sources, arguments["state"])
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
-        return run or graph.forward
+        return run or _not_run  # which Dynamo keeps for good
 
     code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
     cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
@@ -379,6 +379,10 @@ def _noting_ends() -> Iterator[list[Any]]:
         yield made
     finally:
         torch._dynamo.guards.weakref = own
+
+
+def _not_run(*inputs: Any) -> tuple[()]:
+    raise RuntimeError("a trace that is only read was run")
 
 
 def _forget(ends: Sequence[Any]) -> None:
