@@ -1,19 +1,27 @@
-"""mkdocs builds the README as the first page, with links that suit its place."""
+"""mkdocs builds the README as the first page and every example as a page, with links that suit."""
 
+import ast
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 
 def on_files(files: Files, config: Any) -> Files:
-    with open("README.md", encoding="utf-8") as stream:
-        text = stream.read()
+    text = Path("README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=text.replace("](docs/", "](")))
+    for example in sorted(Path("examples").glob("*.py")):
+        code = example.read_text(encoding="utf-8")
+        says = (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0]
+        page = f"# {example.name}\n\n{says}\n\n```python\n{code}```\n"
+        files.append(File.generated(config, f"examples/{example.stem}.md", content=page))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri == "index.md":
-        return markdown
     up = "../" * page.file.src_uri.count("/")
-    return markdown.replace(f"]({up}../README.md", f"]({up}index.md")
+    for example in Path("examples").glob("*.py"):
+        shown = f"{up}examples/{example.stem}.md"
+        for home in (f"../{up}", up):
+            markdown = markdown.replace(f"]({home}examples/{example.name})", f"]({shown})")
+    return markdown if up == "" else markdown.replace(f"]({up}../README.md", f"]({up}index.md")

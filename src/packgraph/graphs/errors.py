@@ -35,7 +35,7 @@ class PackgraphWarning(UserWarning):
     """Category of all warnings of this library: a fallback to eager execution that was not asked
     for, a failed capture, a recapture. Each is issued once, at the user's line.
 
-    Example:
+    Examples:
         >>> import warnings
         >>> warnings.filterwarnings("error", category=packgraph.PackgraphWarning)
         >>> warnings.filterwarnings("default", category=packgraph.PackgraphWarning)
@@ -50,7 +50,7 @@ class CaptureError(RuntimeError):
         where: `file.py:LINE in function` of the user's code.
         remedy: What to do.
 
-    Example:
+    Examples:
         >>> class Reads(torch.nn.Linear):
         ...     def forward(self, x):
         ...         return super().forward(x) * float(x.sum())

@@ -245,7 +245,7 @@ def eager(reason: str) -> Iterator[None]:
     Raises:
         ValueError: If `reason` is empty.
 
-    Example:
+    Examples:
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
         >>> with packgraph.eager("comparison"):
         ...     graphed(torch.ones(2, 8)).sum().backward()
@@ -289,7 +289,7 @@ class Stats:
         choices: How each bucket runs since graphs were timed against eager execution
             (`train/autotune.py`), with the figures; empty if they were not timed.
 
-    Example:
+    Examples:
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8), warmup=1)
         >>> for _ in range(3):
         ...     graphed(torch.ones(2, 8)).sum().backward()

@@ -95,7 +95,7 @@ def graph(
         CaptureError: If `strict` and the module cannot be captured at all
             (DistributedDataParallel, fully sharded parameters, module hooks).
 
-    Example:
+    Examples:
         >>> capacity = packgraph.Capacity(tokens=64, documents=8)
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8), warmup=1)
         >>> for _ in range(3):
@@ -123,7 +123,7 @@ def control(graphed: torch.nn.Module) -> "Control":
     Raises:
         TypeError: If `graphed` was not returned by `packgraph.graph`.
 
-    Example:
+    Examples:
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
         >>> packgraph.control(graphed).stats.replayed
         0
@@ -145,7 +145,7 @@ class GraphedModule(Wrapper):
     `graphed.close()`. `forward` is the module's own: replacing it takes effect at the next call,
     calling it runs the module without graphs.
 
-    Example:
+    Examples:
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
         >>> isinstance(graphed, packgraph.GraphedModule), graphed.in_features
         (True, 8)

@@ -60,7 +60,7 @@ class Stage:
     Raises:
         ValueError: If `recompute` is something else.
 
-    Example:
+    Examples:
         >>> def run(state):
         ...     return {**state, "hidden": state["hidden"].relu()}
         >>> packgraph.Stage("relu", 0, run).name

@@ -32,7 +32,7 @@ class AcceleratedModule(torch.nn.Module):
             model.
         replicated: What is called in its place, over several processes.
 
-    Example:
+    Examples:
         >>> from packgraph.integrations.accelerate import AcceleratedModule
         >>> list(AcceleratedModule(packgraph.graph(torch.nn.Linear(2, 2))).state_dict())
         ['weight', 'bias']
@@ -95,7 +95,7 @@ def prepare(
     Raises:
         ValueError: If the accelerator takes parameters apart, or compiles.
 
-    Example:
+    Examples:
         >>> from accelerate import Accelerator
         >>> from packgraph.integrations.accelerate import prepare
         >>> accelerator = Accelerator(cpu=True)

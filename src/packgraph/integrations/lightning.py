@@ -25,7 +25,7 @@ class ReplicatedStrategy(_Strategy):
     Name it before the strategy's class. Gradients are means over the ranks, as Fabric's users
     expect; `fabric.no_backward_sync` is followed.
 
-    Example:
+    Examples:
         >>> from lightning_fabric import Fabric
         >>> from lightning_fabric.strategies import DDPStrategy
         >>> from packgraph.integrations.lightning import ReplicatedStrategy

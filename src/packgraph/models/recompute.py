@@ -51,7 +51,7 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
     Raises:
         ValueError: If it cannot be recomputed, with all reasons.
 
-    Example:
+    Examples:
         >>> from packgraph.models.decoder import DecoderConfig, DecoderModel
         >>> model = DecoderModel(DecoderConfig(
         ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=2,

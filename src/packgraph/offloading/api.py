@@ -93,7 +93,7 @@ def offload(
         ValueError: If no module marks a block, the module offloads already, both limits are given,
             or an argument is out of range.
 
-    Example:
+    Examples:
         >>> offloading = packgraph.offload(graphed, modules=["core_attn"], max_overhead=0.01)  # doctest: +SKIP
         >>> for batch in batches:  # doctest: +SKIP
         ...     graphed(batch).backward()

@@ -43,7 +43,7 @@ def offload_block(name: str, leave: Any = ()) -> contextlib.AbstractContextManag
     Returns:
         A context manager for the code that saves tensors for backward.
 
-    Example:
+    Examples:
         >>> class Block(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -50,7 +50,7 @@ def logprobs(
     Raises:
         TypeError: If the forward of `model` takes no `output`.
 
-    Example:
+    Examples:
         >>> from packgraph.models.decoder import DecoderConfig, DecoderModel
         >>> config = DecoderConfig(
         ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2,

@@ -91,7 +91,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: If `chunk` is below 1.
 
-    Example:
+    Examples:
         >>> hidden, weight = torch.zeros(3, 8), torch.zeros(10, 8)
         >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
         tensor(100.)

@@ -183,7 +183,7 @@ class PackedBatch:
         capacity: The static shape.
         host: Lengths and other host integers of the batch.
 
-    Example:
+    Examples:
         >>> batch, = packgraph.pack([[5, 6, 7]], [packgraph.Capacity(tokens=4, documents=1)])
         >>> batch.labels.tolist(), batch.padding_mask.tolist()
         ([6, 7, -100, -100], [False, False, False, True])

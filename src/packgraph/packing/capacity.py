@@ -28,7 +28,7 @@ class Capacity:
     Raises:
         ValueError: If a number is out of range.
 
-    Example:
+    Examples:
         >>> packgraph.Capacity(tokens=512, documents=32).longest
         512
     """

@@ -36,7 +36,7 @@ class PackReport:
         dropped_documents: Documents that were left out, being too long.
         dropped_tokens: Their tokens.
 
-    Example:
+    Examples:
         >>> report = packgraph.PackReport()
         >>> _ = packgraph.pack([[1, 2, 3]], packgraph.Capacity(4, 1), report=report)
         >>> report.padding_fraction
@@ -196,7 +196,7 @@ def pack(
     Raises:
         ValueError: If a document is empty, negative, overlong or on a device; names the document.
 
-    Example:
+    Examples:
         >>> capacity = packgraph.Capacity(tokens=8, documents=2)
         >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [capacity])
         >>> batch.tokens.tolist(), batch.cu_seqlens.tolist()
@@ -249,7 +249,7 @@ def pack_stream(
         ValueError: At once if `window`, `capacities` or `overlong` is illegal; while iterating if a
             document is.
 
-    Example:
+    Examples:
         >>> capacity = packgraph.Capacity(tokens=8, documents=2)
         >>> stream = packgraph.pack_stream(([n] * 4 for n in range(1, 5)), [capacity])
         >>> [batch.tokens.tolist() for batch in stream]

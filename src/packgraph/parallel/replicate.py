@@ -76,7 +76,7 @@ def replicate(
         ValueError: If `reduce` is unknown, nothing needs a gradient, or ranks have other
             parameters.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> store = dist.HashStore()  # one rank; torchrun and init_process_group("nccl") for more
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)

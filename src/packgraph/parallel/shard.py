@@ -98,7 +98,7 @@ def shard(
             gradient, a mesh has more dimensions, ranks have other parameters, or something on the
             meta device has no values.
 
-    Example:
+    Examples:
         >>> import functools
         >>> import torch.distributed as dist
         >>> class Layers(torch.nn.Module):

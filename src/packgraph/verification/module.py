@@ -86,7 +86,7 @@ def verify(
     Raises:
         CaptureError: With `strict=True`, where a call would run eagerly.
 
-    Example:
+    Examples:
         >>> found = packgraph.verify(
         ...     torch.nn.Linear(8, 8), [torch.randn(4, 8) for _ in range(6)]
         ... )

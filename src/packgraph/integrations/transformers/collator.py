@@ -31,7 +31,7 @@ class PackingCollator:
     Raises:
         ValueError: If `capacities` or `overlong` is illegal.
 
-    Example:
+    Examples:
         >>> from packgraph.integrations.transformers import PackingCollator
         >>> collate = PackingCollator(packgraph.Capacity(tokens=8, documents=4))
         >>> found = collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}])

@@ -70,7 +70,7 @@ def load_deferred(
             `from_pretrained`.
         FileNotFoundError: If a file is missing.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from packgraph.integrations.transformers import load_deferred

@@ -79,7 +79,7 @@ def packed(
         TypeError: If `model` is no such model.
         ValueError: If its family is unknown or a setting cannot be packed, with all reasons.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from packgraph.integrations.transformers import packed
         >>> config = LlamaConfig(
@@ -112,7 +112,7 @@ class PackedModel(nn.Module):
         family: What surrounds its layers.
         output: See `packed`.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from packgraph.integrations.transformers import packed
         >>> config = LlamaConfig(

@@ -66,7 +66,7 @@ class PackedTrainer(_Trainer):
     Raises:
         ValueError: If the model or an option of the trainer cannot be followed, with all reasons.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
         >>> from packgraph.integrations.transformers import PackedTrainer

@@ -277,7 +277,7 @@ def packed_attention(
         ValueError: If shapes do not fit together, or the backend is unknown or does not support
             them.
 
-    Example:
+    Examples:
         >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [packgraph.Capacity(8, 2)])
         >>> q = k = v = torch.randn(8, 2, 16)
         >>> out = packgraph.packed_attention(q, k, v, batch)

@@ -381,7 +381,7 @@ def plan_buckets(
         ValueError: If there are no documents, one is too long and `overlong` is `error`, or a
             number is out of range.
 
-    Example:
+    Examples:
         >>> capacities = packgraph.plan_buckets([30, 50, 200] * 100, max_tokens=256, max_buckets=2)
         >>> capacities[-1].tokens, len(capacities) <= 2
         (256, True)
