@@ -17,7 +17,6 @@ pale, its backward of the same hue and stronger. `summarize` tells slots per ran
 they cost, and how much of the time is waiting.
 """
 
-import colorsys
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ from packgraph.parallel.pipeline.schedule import (
     peak_in_flight,
     simulate,
 )
-from packgraph.viz.drawing import aligned, number, page, text
+from packgraph.viz.drawing import Block, Lane, aligned, colour, draw_lanes
 
 KEY = "F3, B3: forward, backward of microbatch 3. slot b0: slot 0 of chunk b."
-UNIT, LANE, GAP, LEFT, TOP = 30, 32, 14, 84, 76
+UNIT = 30  # pixels of a forward
 HUES = 12
 
 
@@ -274,105 +273,55 @@ def _line(name: str, margin: int, cells: Sequence[tuple[str, int, int]], filling
 
 def draw_svg(picture: Picture, title: str) -> str:
     """The whole drawing as the text of an SVG file."""
-    schedule, timeline = picture.schedule, picture.timeline
-    rank_height = schedule.chunks * LANE + GAP
-    bottom = TOP + schedule.ranks * rank_height
-    width = max(LEFT + round(timeline.makespan * UNIT) + 24, 640)
-    # The legend has a line for what the marks mean, one for the microbatches and, if need be, one
-    # for the buckets.
-    height = bottom + (3 if picture.buckets else 2) * 24
-    parts = [
-        *page(
-            width,
-            height,
-            title,
-            f"bubble {timeline.bubble_share:.1%}, time in forwards of the smallest microbatch",
-        ),
-        *_ruler(timeline.makespan, bottom),
+    schedule, timeline, buckets = picture.schedule, picture.timeline, picture.buckets
+    lanes = [
+        Lane(chunk_name(chunk), "" if chunk else f"rank {rank}")
+        for rank in range(schedule.ranks)
+        for chunk in range(schedule.chunks)
     ]
-    for rank, row in enumerate(picture.rows):
-        top = TOP + rank * rank_height
-        parts.append(text(16, top + schedule.chunks * LANE / 2 + 4, f"rank {rank}", "text"))
-        for chunk in range(schedule.chunks):
-            lane = top + chunk * LANE
-            parts.append(
-                f'<rect class="lane" x="{LEFT}" y="{lane}" '
-                f'width="{number(timeline.makespan * UNIT)}" '
-                f'height="{LANE - 2}" rx="3"/>'
-            )
-            parts.append(text(LEFT - 8, lane + LANE / 2 + 3, chunk_name(chunk), "quiet end"))
-        parts += [_block(block, top + block.chunk * LANE, picture) for block in row]
-    parts += _legend(picture, bottom)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    shown, slot = min(schedule.microbatches, HUES), picture.rows[0][0].slot
+    notes = [
+        f"F, B: forward and backward of a microbatch; below it, "
+        f"{f'{slot}·{buckets[0]}' if buckets else slot}: its slot"
+        f"{' · its bucket' if buckets else ''}; lanes a, b, ...: chunks of the rank"
+    ]
+    if buckets:
+        sizes = (f"{bucket}: {tokens:,} tokens" for bucket, tokens in enumerate(picture.capacities))
+        notes.append(f"buckets {', '.join(sizes)}")
+    return draw_lanes(
+        title,
+        f"bubble {timeline.bubble_share:.1%}, time in forwards of the smallest microbatch",
+        lanes,
+        [
+            _block(block, rank * schedule.chunks + block.chunk, picture)
+            for rank, row in enumerate(picture.rows)
+            for block in row
+        ],
+        timeline.makespan,
+        width=timeline.makespan * UNIT,
+        legend=[
+            (str(microbatch), [_colour(microbatch, False), _colour(microbatch, True)])
+            for microbatch in range(shown)
+        ]
+        + ([("... colours repeat", [])] if shown < schedule.microbatches else []),
+        notes=notes,
+    )
 
 
-def _block(block: DrawnAction, top: float, picture: Picture) -> str:
-    """A rectangle with the action and, below it, slot and bucket; more of it in the tooltip."""
-    x, width = LEFT + block.start * UNIT, (block.end - block.start) * UNIT
-    below = str(block.slot) if block.bucket is None else f"{block.slot}·{block.bucket}"
+def _block(block: DrawnAction, lane: int, picture: Picture) -> Block:
+    """A box with the action and, below it, slot and bucket; more of it in the tooltip."""
+    action = block.action
     told = (
-        f"{'forward' if block.action.kind == 'F' else 'backward'} of microbatch "
-        f"{block.action.microbatch}, stage "
-        f"{block.action.stage}, slot {block.slot_name}"
+        f"{'forward' if action.kind == 'F' else 'backward'} of microbatch {action.microbatch}, "
+        f"stage {action.stage}, slot {block.slot_name}"
     )
     if block.bucket is not None:
         told += f", bucket {block.bucket} ({picture.capacities[block.bucket]:,} tokens)"
-    colour = _colour(block.action.microbatch, block.action.kind == "B")
-    return (
-        f'<g><title>{told}</title><rect x="{number(x + 0.5)}" y="{number(top)}" '
-        f'width="{number(width - 1)}" '
-        f'height="{LANE - 2}" rx="3" fill="{colour}"/>'
-        + text(x + width / 2, top + 13, block.label, "block middle")
-        + text(x + width / 2, top + 25, below, "block small middle")
-        + "</g>"
-    )
-
-
-def _ruler(makespan: float, bottom: float) -> list[str]:
-    step = 5 if makespan <= 200 else 20
-    marks = []
-    for time in range(0, int(makespan) + 1, step):
-        x = LEFT + time * UNIT
-        marks.append(f'<line class="line" x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{bottom - GAP}"/>')
-        marks.append(text(x, TOP - 10, str(time), "quiet small middle"))
-    return marks
-
-
-def _legend(picture: Picture, top: float) -> list[str]:
-    buckets, slot = picture.buckets, picture.rows[0][0].slot
-    example = f"{slot}·{buckets[0]}" if buckets else str(slot)
-    parts = [
-        text(
-            16,
-            top + 12,
-            f"F, B: forward and backward of a microbatch; below it, {example}: its slot"
-            + (" · its bucket" if buckets else "")
-            + "; lanes a, b, ...: chunks of the rank",
-            "quiet",
-        )
-    ]
-    shown = min(picture.schedule.microbatches, HUES)
-    for microbatch in range(shown):
-        x = 16 + microbatch * 46
-        parts.append(
-            f'<rect x="{x}" y="{top + 24}" width="10" height="12" '
-            f'fill="{_colour(microbatch, False)}"/>'
-            f'<rect x="{x + 10}" y="{top + 24}" width="10" height="12" '
-            f'fill="{_colour(microbatch, True)}"/>'
-        )
-        parts.append(text(x + 25, top + 34, str(microbatch), "text"))
-    if shown < picture.schedule.microbatches:
-        parts.append(text(16 + shown * 46, top + 34, "... colours repeat", "quiet"))
-    if buckets:
-        named = ", ".join(
-            f"{bucket}: {tokens:,} tokens" for bucket, tokens in enumerate(picture.capacities)
-        )
-        parts.append(text(16, top + 56, f"buckets {named}", "quiet"))
-    return parts
+    below = str(block.slot) if block.bucket is None else f"{block.slot}·{block.bucket}"
+    shade = _colour(action.microbatch, action.kind == "B")
+    return Block(lane, block.start, block.end, shade, told, block.label, below)
 
 
 def _colour(microbatch: int, backward: bool) -> str:
     """Neighbours differ much: the hue moves by five twelfths of the circle."""
-    hue = (0.56 + microbatch * 5 / HUES) % 1
-    red, green, blue = colorsys.hls_to_rgb(hue, 0.66 if backward else 0.84, 0.62)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+    return colour(0.56 + microbatch * 5 / HUES, 0.66 if backward else 0.84, 0.62)
