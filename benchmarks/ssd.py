@@ -31,7 +31,7 @@ from packgraph.mamba.conv import packed_causal_conv
 from packgraph.mamba.gated_norm import gated_rms_norm
 from packgraph.mamba.ssd import chunked_ssd, ssd
 
-BYTES_PER_US, FLOPS_PER_US = 4.3e6, 797e6  # measured on an H200, docs/LOG.md
+BYTES_PER_US, FLOPS_PER_US = 4.3e6, 797e6  # measured on an H200
 SIZE, STATE = 64, 128
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import re
 import sys
 import threading
@@ -31,7 +32,7 @@ from packgraph.train.config.command_line import all_options
 from packgraph.train.config.presets import preset
 from packgraph.train.config.values import ValueProblem, convert
 
-LOG = ROOT / "docs" / "LOG.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 # ---- every sentence and what holds it
 
@@ -101,12 +102,18 @@ def test_the_other_kernel_of_experts_needs_triton(monkeypatch: pytest.MonkeyPatc
         products._by_kernel(rows)
 
 
-def test_the_log_knows_no_more_than_four_gpus() -> None:
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "sixteen"]
-    counts = re.findall(
-        rf"\b(\d+|{'|'.join(words)}) H200s", LOG.read_text(encoding="utf-8"), re.IGNORECASE
-    )
-    assert {count.lower() for count in counts} == {"2", "4", "two", "four"}
+def test_rows_are_of_at_most_four_gpus_and_of_hybrids_on_at_most_two() -> None:
+    """A row says its device and, where there were several, how many ranks."""
+    rows = [
+        json.loads(line)
+        for path in sorted(RESULTS.rglob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    on_gpus = [row for row in rows if str(row.get("device")).startswith("NVIDIA")]
+    assert {row["device"] for row in on_gpus} == {"NVIDIA H200", "NVIDIA H100 80GB HBM3"}
+    assert {row.get("ranks", 1) for row in on_gpus} == {1, 2, 4}
+    hybrids = [row.get("ranks", 1) for row in on_gpus if "hybrid" in str(row.get("model"))]
+    assert hybrids and max(hybrids) <= 2
 
 
 # ---- backward

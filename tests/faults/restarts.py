@@ -43,9 +43,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """  # noqa: E501
 
 
-ROUNDING = (
-    0.01  # norm of the difference over that of what training has changed; found: see docs/LOG.md
-)
+# Norm of the difference over that of what training has changed; 3.6e-3 was found.
+ROUNDING = 0.01
 
 
 def options_of(layout: str) -> tuple[int, list[str]]:

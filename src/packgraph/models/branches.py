@@ -24,9 +24,8 @@ tokens a product takes as long as its weights take to be read, which matters whe
 some of many experts. What every branch has much alike (norms, residuals) is left out, and so is
 attention proper, which depends on how long documents are.
 
-The constants are those of one H200 in bfloat16 and only ratios count (docs/LOG.md;
-docs/benchmarks.md): products reach two thirds of 797 TFLOP/s, memory is read and written at 4.3
-TB/s.
+The constants are those of one H200 in bfloat16 and only ratios count (docs/benchmarks.md):
+products reach two thirds of 797 TFLOP/s, memory is read and written at 4.3 TB/s.
 """
 
 from collections.abc import Mapping, Sequence

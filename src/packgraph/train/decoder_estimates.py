@@ -1,7 +1,7 @@
 """What graphs of a decoder cost, from its shape alone, before a run has measured anything.
 
-Times are scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first
-figures), so absolute numbers are a guide; which buckets are chosen depends on ratios only.
+Times are scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (the defaults of
+`CostModel`), so absolute numbers are a guide; which buckets are chosen depends on ratios only.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class DecoderMemory:
     those of its own (`_columns`), compiled layers `COMPILED` of that; the loss holds the gradient
     of the head twice, and one chunk of logits, with float32 copies unless it writes over them,
     which it does not with tp; a product in float8 has codes of its operands while it runs. Within 5
-    % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 % above uncompiled ones
-    (docs/LOG.md); not measured for latent attention, experts and Mamba-2.
+    % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 % above uncompiled ones;
+    not measured for latent attention, experts and Mamba-2.
     """
 
     model: DecoderConfig

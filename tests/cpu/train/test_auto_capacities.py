@@ -168,8 +168,8 @@ def test_auto_is_written_as_it_is_read() -> None:
 
 
 def test_estimates_are_near_what_was_measured() -> None:
-    """Memory of rows of 4,096 in benchmarks/results/h100_shard.jsonl, times of docs/LOG.md, first
-    figures on an H200."""
+    """Memory of rows of 4,096 in benchmarks/results/h100_shard.jsonl, times in
+    benchmarks/results/first_step.jsonl."""
     model = preset("qwen3-0.6b").model
     for config, gibibytes in ((model, 7.125), (shape("qwen3-8b", 20), 15.94)):
         memory = DecoderMemory(config, config.num_layers, 2, compiled=True)

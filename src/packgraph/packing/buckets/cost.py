@@ -28,12 +28,12 @@ class CostModel:
     the row it stands in. capture_layer_seconds: capture of one layer's graphs.
 
     The defaults are Qwen3-0.6B (28 layers, bf16) on one H200 with torch's varlen attention. Rows of
-    docs/LOG.md, first figures (chunk graphs, 64 places for documents, documents of 256 tokens on
-    average): 25.9, 45.8, 79.6, 141.0 ms at 1k, 2k, 4k, 8k tokens, which is 9.5 ms + 16.7 µs a token
-    within 5 %. Of the 16.7 the places for documents have 1.8: attention alone took 784 µs a layer
-    in a row of 4096 tokens with 64 places and 1588 µs with 256, 4.2 µs a place, and its grid grows
-    with the longest document. 0.7 is attention proper, which is an estimate: 14,336 floating point
-    operations a pair and layer at 400 TFLOP/s. Capture took 14 to 44 ms a layer.
+    benchmarks/results/first_step.jsonl (chunk graphs, 64 places for documents, documents of 256
+    tokens on average): 25.9, 45.8, 79.6, 141.0 ms at 1k, 2k, 4k, 8k tokens, which is 9.5 ms + 16.7
+    µs a token within 5 %. Of the 16.7 the places for documents have 1.8: attention alone took 784
+    µs a layer in a row of 4096 tokens with 64 places and 1588 µs with 256, 4.2 µs a place, and its
+    grid grows with the longest document. 0.7 is attention proper, which is an estimate: 14,336
+    floating point operations a pair and layer at 400 TFLOP/s. Capture took 14 to 44 ms a layer.
     """
 
     microbatch_us: float = 9500.0
@@ -71,7 +71,7 @@ class LinearMemory:
     """Bytes of a slot's pool for graphs of one capacity: fixed, and for each place for a token and
     for a document.
 
-    The defaults are Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first figures: 3.5, 5.8, 9.1, 14.7
+    The defaults are Qwen3-0.6B in bf16 on one H200 (first_step.jsonl: 3.5, 5.8, 9.1, 14.7
     GiB at 1k, 2k, 4k, 8k tokens; within 8 %), until a run measures its own.
     """
 
