@@ -23,6 +23,7 @@ import re
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
@@ -43,8 +44,13 @@ from torch._dynamo.source import AttrSource, TempLocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import GetAttrVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
@@ -72,6 +78,7 @@ from packgraph.graphs.stages import CompileUnit, State
 from packgraph.graphs.unguarded import (
     ABSENCES,
     let_go_of_tensors,
+    of_tables,
     refuse_compiled_method,
     refuse_value,
 )
@@ -162,7 +169,11 @@ class Trace:
         return self._bits_of(now) == self._bits
 
     def _bits_of(self, read: tuple[Any, ...]) -> bytes:
-        return marshal.dumps(read[len(self.names) :], 2)
+        values = read[len(self.names) :]
+        try:
+            return marshal.dumps(values, 2)
+        except ValueError:  # other objects among them
+            return repr(values).encode()
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -189,13 +200,13 @@ def _reading(sources: Sequence[str]) -> Any:
 
 
 class Classes:
-    """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
-    environment."""
+    """Methods of the classes of what was read, which Dynamo takes for fixed, their names, which
+    hide those of their bases, and the process's environment."""
 
     def __init__(self, code: Sequence[CodeType]) -> None:
         """code: That was traced."""
         self._code = code
-        self._kinds = dict[type, dict[str, Any]]()
+        self._kinds = dict[type, tuple[set[str], dict[str, Any]]]()
         self.modules = dict[str, None]()  # sources of those that were read
         self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
         self.values = dict[str, None]()  # of numbers that may be equal and not the same
@@ -217,8 +228,9 @@ class Classes:
             bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
-                    self._kinds[base] = _methods(base)
-                    for method in self._kinds[base].values():
+                    methods = _methods(base)
+                    self._kinds[base] = {*vars(base)}, methods
+                    for method in methods.values():
                         refuse_compiled_method(method, self._code)
         self._tables = [
             held
@@ -238,9 +250,9 @@ class Classes:
             return True
         if dict(os.environ) != self._environment:
             return False
-        for kind, methods in self._kinds.items():
+        for kind, (names, methods) in self._kinds.items():
             found = _methods(kind)
-            if len(found) != len(methods) or any(
+            if vars(kind).keys() != names or any(
                 found.get(name) is not value for name, value in methods.items()
             ):
                 return False
@@ -249,6 +261,7 @@ class Classes:
 
 
 _PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
+_CHANGING = (ConstDictVariable, ListVariable)  # of which a replay returns copies
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
@@ -271,11 +284,9 @@ def _methods(kind: type) -> dict[str, Any]:
 def _may_be_alike(value: Any) -> bool:
     """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
     (1,) and (1.0,)."""
-    if type(value) is not tuple:
-        return type(value) is float and value == 0.0
-    with contextlib.suppress(ValueError):
-        return bool(marshal.dumps(value, 2))
-    return False
+    if type(value) is float:
+        return value == 0.0
+    return isinstance(value, tuple | complex | frozenset) and not isinstance(value, torch.Size)
 
 
 def _in_words(source: str) -> str:
@@ -405,6 +416,54 @@ class _Answers(dict[Any, Any]):
         return answer if told or not answer else False
 
 
+def _asking_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
+    return of_tables(_knowing_module_names(method))
+
+
+def _looking_at_results(returns: Callable[..., None]) -> Callable[..., None]:
+    """What is returned is looked at, so that it has guards, and left out: nobody runs the code."""
+
+    def end(translator: Any, instruction: Any) -> None:
+        if instruction.opname == "RETURN_VALUE":
+            _look_at(translator.output, translator.pop(), set())
+            translator.push(ConstantVariable.create(None))
+        returns(translator, instruction)
+
+    return end
+
+
+def _look_at(output: Any, value: Any, seen: set[int]) -> None:
+    """Has Dynamo look at all of a result.
+
+    Raises:
+        CaptureError: A list, dict or object is returned that was there before: a replay would
+            return another one.
+    """
+    if isinstance(value, LazyVariableTracker):
+        value = value.realize()
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple | set | deque):
+        for each in value:
+            _look_at(output, each, seen)
+    elif isinstance(value, dict):
+        for pair in value.items():
+            _look_at(output, pair, seen)
+    elif isinstance(value, VariableTracker) and not isinstance(value, TensorVariable):
+        made = value.source is None or isinstance(value.source, TempLocalSource)
+        if not made and isinstance(value, _CHANGING) and "L['state']" not in _name(value.source):
+            raise CaptureError(
+                f"forward returns {_in_words(_name(value.source))}, which was there before: a "
+                "replay would return another one",
+                "",
+                "return a copy of it, or read it on the module",
+            )
+        parts = [part for name, part in vars(value).items() if name not in value._nonvar_fields]
+        changed = output.side_effects.store_attr_mutations.get(value)
+        _look_at(output, [parts, changed or ()] if made else parts, seen)
+
+
 def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
     """Methods of attributes; among them of `__module__` of torch's classes, which Dynamo does not
     know (PEFT asks that of parameters)."""
@@ -446,7 +505,8 @@ def _answering_as_eager_code() -> Iterator[None]:
         (meta, "_meta_grouped_mm_common"): _of_any_dtype,
         (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
         (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
-        (GetAttrVariable, "call_method"): _knowing_module_names,
+        (GetAttrVariable, "call_method"): _asking_attributes,
+        (InstructionTranslator, "_return"): _looking_at_results,
     } | ABSENCES
     fallback.READING = True
     try:
@@ -717,13 +777,13 @@ def chain(piece: CompileUnit) -> Code:
     return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
 
 
-def _read_only(piece: CompileUnit) -> Callable[[Any, State], None]:
-    """The piece's stages as one function without a result: of what is only read, anything may be
-    returned."""
+def _read_only(piece: CompileUnit) -> Code:
+    """The piece's stages as one function that is only read: `_looking_at_results` takes what it
+    returns."""
     run = chain(piece)
 
-    def read(owner: Any, state: State) -> None:
-        run(owner, state)
+    def read(owner: Any, state: State) -> State:
+        return run(owner, state)
 
     return read
 

@@ -23,7 +23,7 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
-from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported
+from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, global_hooks
 from packgraph.graphs.choose import Asked, choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
@@ -39,6 +39,8 @@ from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
+
+_HOOKS_OF_ALL = global_hooks()  # of all modules of the process; torch keeps these tables
 
 
 def graph(
@@ -331,7 +333,8 @@ class Control:
         holds = key is not None and (
             self._frozen is not None or self._capturer.holds(key, args, kwargs)
         )
-        if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
+        around = _DDP._active_ddp_module is not None or any(_HOOKS_OF_ALL)
+        if not holds or around or self._refusal is not None:
             refused = self._refused()
             if refused is not None:
                 return refused

@@ -31,6 +31,7 @@ _ARGUMENT = (
     "pass what changes often to forward as an argument, as a tensor if it may have any value"
 )
 _NOTHING = contextlib.nullcontext()
+_SHAPE = torch.Tensor.size
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 _HOOKS, _LATE_HOOKS = (
     operator.attrgetter("_backward_hooks"),
@@ -165,8 +166,8 @@ class Guards:
         )
 
     def _forms_now(self) -> list[Any]:
-        strides = map(torch.Tensor.stride, self._locals)
-        return [*strides, *map(_NEEDS_GRADIENT, self._locals)]
+        shapes, strides = map(_SHAPE, self._locals), map(torch.Tensor.stride, self._locals)
+        return [*strides, *shapes, *map(_NEEDS_GRADIENT, self._locals)]
 
     def _memory_holds(self) -> bool:
         return (
@@ -211,7 +212,7 @@ class Guards:
         name = next(itertools.compress(self._names, moved), "a parameter")
         if name == "a parameter":
             changed = map(operator.ne, self._forms_now(), self._forms)
-            name = next(itertools.compress(self._names * 2, changed), name)
+            name = next(itertools.compress(self._names * 3, changed), name)
             return Change(f"the shape or requires_grad of {name!r} was changed", _IN_PLACE)
         return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
 

@@ -32,6 +32,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.errors import CaptureError, forward_line
 from packgraph.graphs.gradients import Attached, GradientBuffer
 from packgraph.graphs.key import CallModes, pattern_of
 from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
@@ -321,6 +322,16 @@ def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
         key: (spec, [_fact(leaf) for leaf in leaves])
         for key, (leaves, spec) in ((key, tree_flatten(value)) for key, value in state.items())
     }
+
+
+def check_first(region: Region, state: State, module: torch.nn.Module) -> None:
+    """Raises CaptureError for another first state of a module than at capture."""
+    if shown_facts(state) != region.facts:
+        raise CaptureError(
+            f"begin of {type(module).__name__} makes another state than at capture for such calls",
+            forward_line(module),
+            "pass what changes to the call as an argument",
+        )
 
 
 def _fact(leaf: Any) -> Any:

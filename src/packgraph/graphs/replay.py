@@ -64,6 +64,7 @@ from packgraph.graphs.region import (
     Region,
     Token,
     Version,
+    check_first,
     make_entry,
     shown_facts,
 )
@@ -683,7 +684,8 @@ class ReplayHandle:
     ) -> None:
         """calls: of the module. frozen: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
-        self.calls, self._aliases, self._was_eager = calls, StaticAliases(), False
+        self.calls, self._aliases = calls, StaticAliases()
+        self._was_eager = program.staged  # or what `begin` has made
         self.program, self.variant, self.lease, self.lends, self.stats = (
             program,
             variant,
@@ -716,7 +718,8 @@ class ReplayHandle:
         try:
             with self.calls:
                 if self.program.staged:
-                    self.program.begin(args, kwargs)
+                    first = next(iter(self.variant.regions.values()))
+                    check_first(first, self.program.begin(args, kwargs), self.program.module)
                 out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
             launched = True
         finally:

@@ -1,7 +1,8 @@
 """What is checked of a module that its user says is static, in place of traces and their guards.
 
-    the same submodules, parameters and buffers     by identity, if a table of them was written to
-    their training flags                            before every call
+    submodules, parameters, buffers, hooks    by identity, where a table of them was written to
+    where parameters and buffers lie          before every call, and their forms
+    training flags                            before every call
 
 Everything else that forward reads is taken for what it was at capture, and what it does beside
 computing is not done again. The comparison of first replays stays (`reference.py`).
@@ -14,19 +15,25 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import dict_version
 
+from packgraph.graphs.checks.unsupported import HOOKS
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
 
 _TRAINING = operator.attrgetter("training")
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 class _Parts:
-    """The parts of a module, by identity, and their training flags."""
+    """The parts of a module and their hooks, by identity, and their training flags."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._modules = [*module.modules()]
-        tables = [(each._parameters, each._buffers, each._modules) for each in self._modules]
-        self._tables = [table for three in tables for table in three]
+        self.look()
+
+    def look(self) -> None:
+        """What there is now is what there should be."""
+        self._own = [*map(vars, self._modules)]
+        self._tables = [own[name] for own in self._own for name in _TABLES]
         self._held, self._training = self._held_now(), [*map(_TRAINING, self._modules)]
         self._versions = self._versions_now()
         self._kept = [value for table in self._tables for value in table.values()]
@@ -38,32 +45,32 @@ class _Parts:
     __hash__ = None  # type: ignore[assignment]
 
     def _versions_now(self) -> list[int]:
-        return list(map(dict_version, self._tables))
+        return [*map(dict_version, self._own), *map(dict_version, self._tables)]
 
     def _held_now(self) -> list[tuple[str, int]]:
-        return [(name, id(value)) for table in self._tables for name, value in table.items()]
+        tables = [own[name] for own in self._own for name in _TABLES]
+        return [(name, id(value)) for table in tables for name, value in table.items()]
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
         if list(map(_TRAINING, self._modules)) != self._training:
             return False
-        now = self._versions_now()
-        if now == self._versions:
+        if self._versions_now() == self._versions:
             return True
-        if self._held_now() != self._held:
+        if self._held_now() != self._held or [*map(vars, self._modules)] != self._own:
             return False
-        self._versions = now
+        self.look()
         return True
 
 
 class Trusted:
     """Stands for the trace of a module that nobody has read (`front.Trace`)."""
 
-    code, recomputes = "", False
-    names: tuple[str, ...] = ()
+    code, recomputes = "", True  # a backward may run any of its code
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self.names = [f"buffer {name!r}" for name, _ in module.named_buffers()]
 
     @functools.cached_property
     def classes(self) -> _Parts:
@@ -87,8 +94,8 @@ class Trusted:
         return True
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """See Trace."""
-        return ()
+        """See Trace; the buffers."""
+        return tuple(self._module.buffers())
 
     def tensors(self, owner: Any) -> list[torch.Tensor]:
         """See Trace."""
@@ -104,7 +111,7 @@ class Trusted:
 
     def difference(self, owner: Any, state: Any = None) -> str:
         """See Trace."""
-        return "a submodule, parameter, buffer or training flag of the module was changed"
+        return "a submodule, parameter, buffer, hook or training flag of the module was changed"
 
 
 class TrustingReader:

@@ -5,6 +5,7 @@
     an array of numpy                              refused: it is made a tensor, and not compared
     what users have compiled                       refused: Dynamo reads through it
     a size that depends on numbers                 refused: torch reads them on the host
+    what a cache of functools has kept             refused, but for constants: Dynamo calls anew
 
 No table of names is kept here: what else the tracer takes for fixed, it takes for fixed everywhere.
 """
@@ -17,20 +18,25 @@ from typing import Any
 
 import numpy
 import torch
+import torch._dynamo.variables.dicts as dicts
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserFunctionVariable
+from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import PythonModuleVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from packgraph.graphs.errors import CaptureError
 
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _ARRAY = "___from_numpy("  # how Dynamo gets at an array
+
+_OWN_NAMES = getattr(dicts, "DunderDictVariable", None)  # an object's __dict__
 
 Method = Callable[[Any, Any, Any], Any]
 
@@ -89,7 +95,12 @@ def _of_keys(method: Method) -> Method:
 
 
 def _of_attributes(method: Method) -> Method:
+    """An object may have none of the name, or `__getattr__` has answered, which would not if the
+    object itself had it."""
+
     def find(found: Any, asking: Any, name: str) -> Any:
+        if found.source is not None and not _has(getattr(found, "value", None), name):
+            _guard_name(found.source, name)
         try:
             return method(found, asking, name)
         except ObservedAttributeError:
@@ -97,6 +108,77 @@ def _of_attributes(method: Method) -> Method:
             raise
 
     return find
+
+
+def _has(value: Any, name: str) -> bool:
+    """Whether an object, its class or a module's tables have a name, or it has no names at all."""
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict) or name in own:
+        return True
+    if any(name in vars(kind) for kind in type(value).__mro__):
+        return True
+    tables = (own.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
+    return isinstance(value, torch.nn.Module) and any(name in table for table in tables)
+
+
+def of_tables(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Of names that are asked for in an object's `__dict__`."""
+
+    def call(attribute: Any, asking: Any, name: str, args: Any, *rest: Any) -> Any:
+        source, table = attribute.obj.source, getattr(attribute.obj.value, "__dict__", None)
+        if attribute.name == "__dict__" and args and source is not None and table is not None:
+            key = args[0].as_python_constant() if args[0].is_python_constant() else None
+            if key is not None and key not in table:
+                _guard_name(source, key)
+        return method(attribute, asking, name, args, *rest)
+
+    return call
+
+
+def _of_caches(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(function: Any, *args: Any) -> Any:
+        found, kept = method(function, *args), function.wrapper_obj
+        room = (getattr(kept, "__module__", None) or "").split(".")[0]
+        is_cached = hasattr(kept, "cache_info") and room not in ("torch", __name__.split(".")[0])
+        if is_cached and isinstance(found, _CHANGING):
+            raise CaptureError(
+                f"forward takes a tensor, container or object from the cache of {kept.__name__} "
+                "(functools.lru_cache): the tracer would not see it change",
+                "",
+                "keep it on the module: a tensor as a buffer",
+            )
+        return found
+
+    return call
+
+
+def _of_own_names(_: Method) -> Callable[..., None]:
+    """Of names that are asked for in an object's `__dict__`, in newer versions of torch."""
+
+    def guard(table: Any, asking: Any, args: Sequence[Any]) -> None:
+        for arg in args if table.source is not None else ():
+            if arg.is_python_constant() and not table.contains(arg.as_python_constant()):
+                _guard_name(table.source.base, arg.as_python_constant())
+
+    return guard
+
+
+def _of_all_names(_: Method) -> Callable[..., None]:
+    def refuse(table: Any) -> None:
+        if table.source is not None:
+            raise CaptureError(
+                "forward goes through the names of an object's attributes, which the tracer does "
+                "not watch",
+                "",
+                "ask for the names that it needs",
+            )
+
+    return refuse
+
+
+def _guard_name(source: Any, name: str) -> None:
+    absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+    install_guard(source.make_guard(absent))
 
 
 def _of_names(method: Method) -> Method:
@@ -138,4 +220,8 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
     (UserFunctionVariable, "call_obj_hasattr"): _of_names,
     (UnspecializedNNModuleVariable, "call_function"): _of_calls,
+    (WrapperUserFunctionVariable, "call_function"): _of_caches,
+    (_OWN_NAMES, "install_dict_contains_guard"): _of_own_names,
+    (_OWN_NAMES, "install_dict_keys_match_guard"): _of_all_names,
 }
+_CHANGING = (TensorVariable, ConstDictVariable, ListVariable, UserDefinedObjectVariable)
