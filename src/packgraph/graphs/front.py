@@ -19,7 +19,6 @@ import importlib
 import logging
 import marshal
 import os
-import re
 import sys
 import warnings
 import weakref
@@ -36,7 +35,6 @@ import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
@@ -62,19 +60,16 @@ from packgraph.graphs.checks.host_calls import (
     compiling_ends,
     unwatched_compiling,
 )
-from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled, host_read
+from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled
 from packgraph.graphs.errors import (
     PACKAGE,
-    USER_ERRORS,
     CaptureError,
-    forward_line,
-    is_user_file,
     traced_line,
-    user_line,
 )
 from packgraph.graphs.key import CONSTANTS, neutral
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
     ABSENCES,
     let_go_of_tensors,
@@ -128,7 +123,11 @@ class Trace:
         self.recomputes = "tag_activation_checkpoint" in code
         self.names = [_in_words(source) for source in sources]
         self._read = _reading([*sources, *classes.values])
-        self._bits = self._bits_of(self.read(owner))
+        values = self.read(owner)[len(self.names) :]
+        try:
+            self._bits = marshal.dumps(values, 2)
+        except ValueError:
+            self._bits = repr(values).encode()
         self._modules = _reading(
             [name for name in classes.modules if name.startswith("L['owner']")]
         )
@@ -166,14 +165,10 @@ class Trace:
 
     def is_read_as(self, now: tuple[Any, ...]) -> bool:
         """Whether numbers have the bits that they had."""
-        return self._bits_of(now) == self._bits
-
-    def _bits_of(self, read: tuple[Any, ...]) -> bytes:
-        values = read[len(self.names) :]
         try:
-            return marshal.dumps(values, 2)
-        except ValueError:  # other objects among them
-            return repr(values).encode()
+            return marshal.dumps(now[len(self.names) :], 2) == self._bits
+        except ValueError:  # other objects are among them
+            return repr(now[len(self.names) :]).encode() == self._bits
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -753,16 +748,6 @@ class Reader:
         return found
 
 
-# What tracing may raise: torch's own errors, and what its inside meets in unusual objects.
-TRACING_ERRORS = (TorchDynamoException, ImportError, *USER_ERRORS)
-_TO_DO = (
-    "write it so that torch.compile(fullgraph=True) takes it, leave the stage out of the scope, or"
-)
-TRUST = f"{_TO_DO} say that it is static: packgraph.graph(module, trust=True)"
-COMPILE = f"{_TO_DO} compile=False"
-MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
-
-
 def chain(piece: CompileUnit) -> Code:
     """The piece's stages as one function, with a code object of its own: torch keeps what it
     compiled with that."""
@@ -807,68 +792,3 @@ def _shape(leaf: Any) -> Hashable:
     if isinstance(leaf, PackedBatch):
         return leaf.capacity
     return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
-
-
-def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
-    """What torch's tracer has raised, as an error at the user's line. to_do: If nothing better is
-    known: `TRUST` or `COMPILE`."""
-    inner = getattr(error, "inner_exception", None) or error
-    if isinstance(inner, CaptureError):
-        return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
-    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
-    said = lines[0] if lines else type(inner).__name__
-    why = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation: ")), "")
-    raised = re.search(r"raised exception (.*)", str(inner))
-    if raised is not None:
-        return CaptureError(
-            f"{raised[1]} is raised while {piece.name} is read",
-            _line(error) or definition(piece),
-            "leave the stage out of the scope, or mend what raises",
-        )
-    where, instead = _line(error) or definition(piece), _instead(error)
-    for words, name in _WAITS.items():
-        if any(words in line for line in lines[:3]):
-            found = host_read(name, where)
-            return CaptureError(found.what, where, instead or found.remedy)
-    what = f"PyTorch's tracer cannot read {piece.name}: {said}" + (why and f" ({why})")
-    return CaptureError(what, where, instead or to_do + MORE)
-
-
-# What Dynamo says of code that needs a value on the host, and of what that is a read.
-_WAITS = {
-    "Data-dependent branching": "__bool__",
-    "Tensor.tolist()": "tolist",
-    "Data dependent operator": "item",
-    "Could not guard on data-dependent": "item",
-}
-
-
-# What to do where code of torch, in these files, looks at numbers.
-_INSTEAD = {
-    os.path.join("torch", "distributions", ""): "pass validate_args=False to the distribution: its "
-    "checks read numbers on the host",
-    os.path.join("torch", "nn", "modules", "transformer.py"): "pass is_causal=True or False beside "
-    "the mask: torch looks at the mask's numbers otherwise",
-}
-
-
-def _instead(error: BaseException) -> str:
-    passed = " ".join(frame.filename for frame in getattr(error, "real_stack", None) or [])
-    return next((text for file, text in _INSTEAD.items() if file in passed), "")
-
-
-def _line(error: BaseException) -> str | None:
-    """The user's line that an error of torch.compile is about, if it says."""
-    for frame in reversed(getattr(error, "real_stack", None) or []):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return None
-
-
-def definition(piece: CompileUnit) -> str:
-    """Where the first of the stages begins."""
-    code = getattr(piece.methods[0], "__code__", None)
-    if code is not None and is_user_file(code.co_filename):
-        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-    owned = isinstance(piece.owner, torch.nn.Module)
-    return forward_line(piece.owner) if owned else user_line()

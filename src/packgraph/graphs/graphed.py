@@ -345,10 +345,11 @@ class Control:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
             ready = self._slots.acquire_captured(key)
-            if ready is not None and ready[1].is_current:
-                return self._handle(*ready)
             if ready is not None:
-                ready[0].release()
+                lease, variant = ready
+                if variant.version == variant.gradients.version and variant.replays_left > 0:
+                    return self._handle(lease, variant)
+                lease.release()
         call = self._look(args, kwargs)
         return call if isinstance(call, str) else self._take(call, args, kwargs) or call
 

@@ -22,7 +22,7 @@ there in its own order. With one reader two numbers are added, which is the same
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -324,12 +324,15 @@ def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
     }
 
 
-def check_first(region: Region, state: State, module: torch.nn.Module) -> None:
-    """Raises CaptureError for another first state of a module than at capture."""
-    if shown_facts(state) != region.facts:
+def check_first(
+    regions: Mapping[int, Region], program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises CaptureError where a call of a program begins with another state than at capture."""
+    if shown_facts(program.begin(args, kwargs)) != next(iter(regions.values())).facts:
         raise CaptureError(
-            f"begin of {type(module).__name__} makes another state than at capture for such calls",
-            forward_line(module),
+            f"begin of {type(program.module).__name__} makes another state than at capture for "
+            "such calls",
+            forward_line(program.module),
             "pass what changes to the call as an argument",
         )
 

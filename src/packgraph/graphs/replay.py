@@ -684,16 +684,9 @@ class ReplayHandle:
     ) -> None:
         """calls: of the module. frozen: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
-        self.calls, self._aliases = calls, StaticAliases()
-        self._was_eager = program.staged  # or what `begin` has made
-        self.program, self.variant, self.lease, self.lends, self.stats = (
-            program,
-            variant,
-            lease,
-            lends,
-            stats,
-        )
-        self.frozen = frozen
+        self.program, self.variant, self.lease = program, variant, lease
+        self.lends, self.stats, self.calls, self.frozen = lends, stats, calls, frozen
+        self._aliases, self._was_eager = StaticAliases(), program.staged  # as `begin` is
 
     @property
     def is_direct(self) -> bool:
@@ -718,8 +711,7 @@ class ReplayHandle:
         try:
             with self.calls:
                 if self.program.staged:
-                    first = next(iter(self.variant.regions.values()))
-                    check_first(first, self.program.begin(args, kwargs), self.program.module)
+                    check_first(self.variant.regions, self.program, args, kwargs)
                 out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
             launched = True
         finally:

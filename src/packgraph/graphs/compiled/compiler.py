@@ -43,16 +43,9 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.front import (
-    COMPILE,
-    Code,
-    TracedCode,
-    chain,
-    definition,
-    explained,
-    shapes_of,
-)
+from packgraph.graphs.front import Code, TracedCode, chain, shapes_of
 from packgraph.graphs.stages import CompileUnit, State, saving
+from packgraph.graphs.tracing_errors import COMPILE, definition, explained
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
 BACKENDS = ("inductor", "aot_eager")
