@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import bench_shard
 import pytest
 import torch
+from bench_shard import ShardArguments, measure_shard
 from distkit import CPU, run_ranks
+from shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 
-from packgraph.bench import shard as bench_shard
 from packgraph.bench.command import read_bench
 from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.shard import ShardArguments, measure_shard
-from packgraph.bench.shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 from packgraph.bench.timing import Deadline
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process

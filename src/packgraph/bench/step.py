@@ -22,14 +22,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from packgraph.bench.comparison import (
-    BenchRanks,
-    Check,
-    Comparison,
-    Sample,
-    agreement,
-    attempt_alone,
-)
+from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone
 from packgraph.bench.models import (
     PEAK_TFLOPS,
     TimedPart,
@@ -166,8 +159,7 @@ def bench_step(
 class StepComparison(Comparison[Way]):
     """All ways at one number of tokens."""
 
-    main, communicates = "device_ms", False
-    least_rounds = 3
+    main, least_rounds = "device_ms", 3
 
     def __init__(
         self,
@@ -177,7 +169,7 @@ class StepComparison(Comparison[Way]):
         device: torch.device,
         deadline: Deadline,
     ) -> None:
-        super().__init__(options.ways, options.rounds, device, deadline, BenchRanks())
+        super().__init__(options.ways, options.rounds, device, deadline)
         self.options, self.tokens, self.model = options, tokens, model
         config, attention = model.config, options.attention
         backend = model.attention_choice().name if attention == "own" else attention

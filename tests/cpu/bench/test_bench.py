@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bench_pipeline
 import pytest
 import torch
+from bench_pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline as bench_pipeline
 from packgraph.bench.comparison import Check, Results, Sample, groups, room_for_code
 from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
-from packgraph.bench.pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.variants import Graphed

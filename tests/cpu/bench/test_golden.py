@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import Golden
 
 from packgraph import cli
-from packgraph.bench.golden import Golden
 
 SMALL = ["--model", "tiny", "--layers", "1", "--tokens", "32", "--mean", "12", "--rounds", "1"]
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
+from bench_integrations import WAYS, IntegrationArguments, bench_integrations
 
 from packgraph import cli
-from packgraph.bench.integrations import WAYS, IntegrationArguments, bench_integrations
 from packgraph.bench.rows import Rows
 from packgraph.bench.timing import Deadline
 

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from bench_offload import OffloadArguments, OffloadCase, OffloadRun
+from offload_measures import copy_ceiling, copy_times, free_host_bytes
 
 from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
-from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
@@ -92,7 +92,7 @@ def test_a_round_has_as_many_microbatches_as_are_asked_for(capsys, calls):
         drawn.append(count)
         return draw_batches(capacity, count, *others, **more)
 
-    with mock.patch("packgraph.bench.offload.draw_batches", draw):
+    with mock.patch("bench_offload.draw_batches", draw):
         assert bench(words.split()) == 0
     assert drawn == [calls]
     assert json.loads(capsys.readouterr().out)["reason"] is None
@@ -130,7 +130,7 @@ def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
     )
     error = CaptureError("no room", "here", "none")
     error.__cause__ = torch.OutOfMemoryError("no room")
-    with mock.patch("packgraph.bench.offload.trial_memory", side_effect=error):
+    with mock.patch("bench_offload.trial_memory", side_effect=error):
         assert bench(words.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(
