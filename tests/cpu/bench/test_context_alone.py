@@ -15,7 +15,7 @@ def extras(alone):
     """Of a way whose pools take 90 and 100 bytes. alone: bytes of a bank by the tokens of its one
     bucket."""
     contest = SimpleNamespace(
-        running=["dynamic+graph"], extras={"dynamic+graph": {"pool_bytes": [90, 100]}}
+        reasons={}, extras={"dynamic+graph": {"pool_bytes": [90, 100]}}
     )
     bench = SimpleNamespace(
         late=lambda: False,

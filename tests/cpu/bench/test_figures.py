@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 from bench import main
-from bench_padding import PaddingArguments, bench_padding
+from bench_padding import DISTRIBUTIONS, PaddingArguments, bench_padding, lengths_like
+from exchanges import exposed_length
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from packgraph.bench.models import (
-    DISTRIBUTIONS,
     PEAK_TFLOPS,
     WINDOW,
     TimedPart,
     build_part,
     draw_batches,
     draw_lengths,
-    lengths_like,
     model_flops,
     peak_share,
     planned_buckets,
@@ -35,7 +34,6 @@ from packgraph.bench.timing import (
     Deadline,
     busy_time,
     device_intervals,
-    exposed_length,
     start_anew,
     union_length,
 )
