@@ -19,8 +19,7 @@ the share is then 1. Profile after everything that is timed: the profiler's libr
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -169,18 +168,12 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     ]
 
 
-@dataclass(frozen=True)
-class Busy:
-    """Milliseconds of some calls: of all kernels, each moment counted once, and of the calls
-    without a profiler."""
+class Busy(NamedTuple):
+    """Milliseconds of the kernels of some calls, each moment counted once, and their share of the
+    time of these calls without a profiler, at most 1."""
 
     kernel_ms: float
-    wall_ms: float
-
-    @property
-    def share(self) -> float:
-        """Share of the time in which the device is at work, at most 1."""
-        return min(1.0, self.kernel_ms / self.wall_ms)
+    share: float
 
 
 def busy_time(
@@ -199,4 +192,5 @@ def busy_time(
     intervals = device_intervals(profiler.events() or ())
     if not intervals:
         raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
-    return Busy(union_length(intervals) / 1000, wall)
+    kernels = union_length(intervals) / 1000
+    return Busy(kernels, min(1.0, kernels / wall))

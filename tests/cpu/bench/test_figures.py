@@ -30,7 +30,6 @@ from packgraph.bench.models import (
 )
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import (
-    Busy,
     Deadline,
     busy_time,
     device_intervals,
@@ -117,7 +116,6 @@ def test_only_work_of_the_device_is_busy_time() -> None:
     ]
     assert device_intervals(events) == [(1, 3)]
     assert busy_time(CPU, lambda: None, lambda: None) is None
-    assert Busy(3.0, 4.0).share == 0.75 and Busy(4.2, 4.0).share == 1.0
 
 
 def test_torch_profiler_tells_what_busy_time_is_made_of() -> None:
