@@ -10,7 +10,7 @@ from unittest import mock
 import bench_pipeline
 import pytest
 import torch
-from bench import main
+from bench import ALL, main
 from bench_pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from distkit import run_ranks
 from hypothesis import given
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
+from packgraph.bench.command import BENCHMARKS, OF_CHECKOUT
 from packgraph.bench.comparison import Check, Results, Sample, groups, room_for_code
 from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
@@ -309,6 +310,10 @@ def test_pipelines_that_cannot_be_are_refused(
     assert main(["pipeline", "--device", "cpu", *words]) == 2
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == ""
+
+
+def test_the_package_names_the_benchmarks_of_a_checkout() -> None:
+    assert set(OF_CHECKOUT) == set(ALL) - set(BENCHMARKS) and set(BENCHMARKS) < set(ALL)
 
 
 def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> None:
