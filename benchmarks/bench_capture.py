@@ -13,9 +13,9 @@ from functools import partial
 from typing import Annotated
 
 import torch
+from bench_memory import BankArguments
 
 from packgraph.bench.comparison import attempt_alone, room_for_code
-from packgraph.bench.memory import BankArguments
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline, start_anew
 from packgraph.bench.variants import Graphed

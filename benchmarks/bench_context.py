@@ -33,11 +33,12 @@ from context_steps import (
     plan_steps,
     row_timer,
 )
+from rank_comparison import BenchRanks, RankComparison, most_gibibytes
 
-from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
+from packgraph.bench.comparison import Check, Sample, agreement
 from packgraph.bench.models import FreshModel, dtype_on, shape
 from packgraph.bench.options import FIRST, KILO, WorkArguments
-from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
+from packgraph.bench.rows import Column, Row, Rows, median, quantile, value
 from packgraph.bench.timing import Deadline, held_bytes
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.decoder import DecoderConfig
@@ -48,6 +49,7 @@ from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.config.values import Count, option
 from packgraph.train.features.context import measured_cost
@@ -71,9 +73,9 @@ COLUMNS: list[Column] = [
     ("balance", value("balance", ".1%")),
     ("predicted ms", value("predicted_ms", ".1f")),
     ("plan ms", value("plan_ms", ".1f")),
-    ("most pool GiB", gibibytes("pool_bytes")),
+    ("most pool GiB", most_gibibytes("pool_bytes")),
     ("to largest", value("pool_ratio", ".3f")),
-    ("most peak GiB", gibibytes("peak_bytes")),
+    ("most peak GiB", most_gibibytes("peak_bytes")),
     ("prepare s", value("prepare_seconds", ".1f")),
     ("loss", agreement),
 ]
@@ -106,7 +108,10 @@ class ContextArguments(WorkArguments):
         """These options with what is usual for a device and a number of processes put in."""
         asked, fixed = super().on(device_type, launch), self.fixed or min(4, launch.world)
         longest = self.longest or min(8 * KILO, fixed * min(asked.tokens))
-        return replace(asked, fixed=fixed, longest=longest)
+        asked = replace(asked, fixed=fixed, longest=longest)
+        if problems := asked.refusals(launch):
+            raise ConfigError(problems)
+        return asked
 
     @property
     def config(self) -> DecoderConfig:
@@ -154,10 +159,10 @@ def measure_context(
         ContextComparison(options, tokens, device, mesh, ranks, deadline).measure(rows)
 
 
-class ContextComparison(Comparison[ContextWay]):
+class ContextComparison(RankComparison[ContextWay]):
     """All ways at one number of tokens per rank, on this rank.
 
-    The bank that costs were measured with is that of the way timed later: `ready` has it, with the
+    The bank that costs were measured with is that of the way timed later: `banks` has it, with the
     bytes held before it and the seconds of its build.
     """
 
@@ -182,7 +187,7 @@ class ContextComparison(Comparison[ContextWay]):
         self.steps: list[PlannedStep] = []
         self.measured: Row = {"cost": None, "cost_seconds": 0.0, "cost_note": ""}
         self.plan_ms = 0.0  # median of the slowest rank
-        self.ready: dict[str, tuple[ContextWay, int | None, float]] = {}
+        self.banks: dict[str, tuple[ContextWay, int | None, float]] = {}
 
     def buckets(self, kind: str) -> list[Capacity]:
         """The rows that plans of a kind of way may have, smallest first."""
@@ -190,6 +195,12 @@ class ContextComparison(Comparison[ContextWay]):
         return sorted(
             Capacity(size * self.tokens, places) for size in sizes for places in self.options.places
         )
+
+    def measure_group(self) -> None:
+        """As a comparison does it, between plans and pools. Collective."""
+        self.start()
+        super().measure_group()
+        self.finish()
 
     def start(self) -> None:
         """Measure what rows cost, and plan all steps by it. Collective."""
@@ -218,7 +229,7 @@ class ContextComparison(Comparison[ContextWay]):
         if found.cost is None:
             raise RuntimeError(found.note)
         if way.name in names:
-            self.ready[way.name] = way, before, built
+            self.banks[way.name] = way, before, built
         else:
             way.close()
         free_memory(self.device)
@@ -243,27 +254,30 @@ class ContextComparison(Comparison[ContextWay]):
     def begin(self, name: str) -> tuple[int | None, float]:
         """(bytes held before a way is made, when its making began)."""
         before, began = super().begin(name)
-        if name in self.ready:
-            _, before, spent = self.ready[name]
+        if name in self.banks:
+            _, before, spent = self.banks[name]
             began -= spent
         return before, began
 
     def make(self, name: str) -> ContextWay:
         """The way called `name`."""
-        if name in self.ready:
-            return self.ready[name][0]
+        if name in self.banks:
+            return self.banks[name][0]
         return self._way(name, self.buckets(name.partition("+")[0]))
 
-    def forget(self, name: str) -> None:
-        """Free the bank that costs were measured with."""
-        if name in self.ready:
-            self.ready.pop(name)[0].close()
+    def too_late(self, name: str) -> str | None:
+        """Why a way is not prepared any more, or None; frees the bank that costs were measured
+        with. Collective."""
+        reason = super().too_late(name)
+        if reason is not None and name in self.banks:
+            self.banks.pop(name)[0].close()
+        return reason
 
     def build(self, way: ContextWay) -> str | None:
         """Capture, and run a step. Collective."""
-        ready = self.ready.pop(way.name, None)
+        bank = self.banks.pop(way.name, None)
         reason = None
-        if ready is None:
+        if bank is None:
             reason = self.ranks.first_reason(way.build(self._share(way, self.steps[-1])))
         if reason is None:
             self._run(way, self.steps[-1])
@@ -288,15 +302,15 @@ class ContextComparison(Comparison[ContextWay]):
         """What the bank of a way takes over a bank of one bucket: of the one that takes most, which
         is the fullest of some size (rows on one rank have most heads there, rows on all have most
         tokens in a head). Not compiled, which takes minutes. Collective."""
-        for name in self.results.running:
-            pools = self.results.extras[name].get("pool_bytes")
-            if pools is None or "compile" in name or self.late():
+        for name, extras in self.results.extras.items():
+            pools = extras.get("pool_bytes")
+            if name in self.results.reasons or pools is None or "compile" in name or self.late():
                 continue
             fullest = {bucket.tokens: bucket for bucket in self.buckets(name.partition("+")[0])}
             alone = [self.pool_alone(name, bucket) for bucket in fullest.values()]
             if all(alone):  # else nobody knows which takes most
                 largest = max(alone)
-                self.results.extras[name] |= {
+                extras |= {
                     "largest_pool_bytes": largest,
                     "pool_ratio": round(max(pools) / largest, 4),
                 }

@@ -5,13 +5,17 @@ Buckets are chosen from one draw of lengths and measured on another, by really p
 device.
 """
 
+import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from packgraph.bench.models import DISTRIBUTIONS, lengths_like
 from packgraph.bench.options import KILO, BenchArguments
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline
@@ -19,6 +23,7 @@ from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
 from packgraph.train.config.values import Count, option
 
+Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
 POLICIES = (
     PackingPolicy(),
     *(PackingPolicy(documents=count, batches=True) for count in (64, 32, 16)),
@@ -34,6 +39,33 @@ COLUMNS: list[Column] = [
     ("largest alone", value("above_bound_alone", ".1%")),
     ("planned in s", value("seconds", ".1f")),
 ]
+
+
+def _lognormal(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Mean 1024, sigma 1.5."""
+    return draw.lognormal(math.log(1024) - 1.5**2 / 2, 1.5, count)
+
+
+def _chat(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Single turns, talks of several turns, and turns with something long pasted in."""
+    kind = draw.choice(3, size=count, p=[0.6, 0.33, 0.07])
+    return draw.lognormal(np.log([220, 900, 3500])[kind], np.array([0.8, 0.8, 0.6])[kind])
+
+
+def _code(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Files, one in twelve of them longer than 8192 tokens."""
+    return draw.lognormal(math.log(900), 1.6, count)
+
+
+DISTRIBUTIONS: Mapping[str, Draw] = MappingProxyType(
+    {"lognormal": _lognormal, "chat": _chat, "code": _code}
+)
+
+
+def lengths_like(name: str, count: int, longest: int, seed: int) -> list[int]:
+    """`count` lengths of the family called `name`, those above `longest` cut there."""
+    drawn = DISTRIBUTIONS[name](count, np.random.default_rng(seed))
+    return [int(length) for length in np.clip(np.round(drawn), 1, longest)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import pstats
 import time
 
 import torch
+from bench_memory import Bank
 
-from packgraph.bench.memory import Bank
 from packgraph.bench.models import build_part, draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.checks.host_calls import unwatched

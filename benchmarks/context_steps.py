@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from rank_comparison import BenchRanks, first_warning
 from torch import Tensor
 
-from packgraph.bench.comparison import BenchRanks, first_warning
 from packgraph.bench.models import FreshModel, draw_lengths
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

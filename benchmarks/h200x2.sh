@@ -22,7 +22,7 @@ FAILED=0
 bench() { # PROCESSES SECONDS OPTIONS...: a case that prepares no way after four fifths of SECONDS
     local processes=$1 seconds=$2 code began=$SECONDS
     shift 2
-    set -- -m torch.distributed.run --standalone --nproc-per-node "$processes" -m packgraph.cli bench shard \
+    set -- -m torch.distributed.run --standalone --nproc-per-node "$processes" benchmarks/bench.py shard \
         --seconds "$seconds" --device cuda --out "$NAME.jsonl" ${COMMIT:+--commit "$COMMIT"} "$@"
     if [ "$DRY" != 0 ]; then
         echo "$PYTHON $*"

@@ -14,10 +14,10 @@ import json
 import os
 
 import torch
+from bench_offload import OffloadArguments, OffloadCase, OffloadRun
 
 from packgraph.bench.comparison import room_for_code
 from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
-from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.graphs.memory.allocator import free_memory

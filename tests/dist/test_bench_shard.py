@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import bench_shard
 import pytest
 import torch
+from bench import ALL
+from bench_shard import ShardArguments, measure_shard
 from distkit import CPU, run_ranks
+from shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 
-from packgraph.bench import shard as bench_shard
 from packgraph.bench.command import read_bench
 from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.shard import ShardArguments, measure_shard
-from packgraph.bench.shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 from packgraph.bench.timing import Deadline
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
@@ -186,7 +187,7 @@ def test_the_script_for_two_gpus_runs_cases_that_there_are(tmp_path):
     cases = []
     for line in found.stdout.splitlines():
         words = shlex.split(line)
-        asked = read_bench(words[words.index("bench") + 1 :])
+        asked = read_bench(words[words.index("benchmarks/bench.py") + 1 :], ALL)
         assert asked.device == "cuda" and asked.seconds and asked.commit == "abc123"
         cases.append((asked.model, asked.tokens, asked.ways[0]))
     assert len(cases) == 8 and cases[2] == ("qwen3-8b", (4096,), "parameters+compile")

@@ -13,8 +13,8 @@ import time
 
 import torch
 from parallelkit import Run, steps_of_packs
+from shard_ways import without_peers
 
-from packgraph.bench.shard_ways import without_peers
 from packgraph.models.config import PRODUCTS
 from packgraph.ops.linear import NATIVE
 from packgraph.ops.symmetric_memory import symmetric_bytes

@@ -8,8 +8,8 @@ import torch
 from bench import STEP_WAYS, AllStepArguments
 from bench_attention import AttentionArguments, bench_attention, usual_backends
 from bench_capture import CaptureArguments, bench_capture
+from bench_memory import MemoryArguments, bench_memory
 
-from packgraph.bench.memory import MemoryArguments, bench_memory
 from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import bench_step

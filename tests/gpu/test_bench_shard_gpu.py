@@ -11,7 +11,8 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
-SOURCES = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "benchmarks" / "bench.py"
 
 
 def test_every_way_trains_the_same_over_nccl(tmp_path: Path) -> None:
@@ -19,18 +20,18 @@ def test_every_way_trains_the_same_over_nccl(tmp_path: Path) -> None:
         pytest.skip("needs 2 GPUs")
     rows = tmp_path / "rows.jsonl"
     ways = "none alone parameters parameters+quiet none+step fsdp fsdp+prefetch fsdp-keep"
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m packgraph.cli"
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2"
     shape = "--model qwen3-0.6b --layers 4 --tokens 1024 --step-tokens 2048 --rounds 2 --exchanges"
     subprocess.run(
         [
             sys.executable,
-            *f"{torchrun} bench shard {shape} --commit abc123 --ways {ways}".split(),
+            *f"{torchrun} {BENCH} shard {shape} --commit abc123 --ways {ways}".split(),
             "--out",
             str(rows),
         ],
         check=True,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": str(SOURCES)},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )
     found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     assert [row["way"] for row in found] == ways.split()

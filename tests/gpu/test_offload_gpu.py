@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from offload_measures import pinned_bytes
 from offloadkit import (
     DENSE,
     EXPERTS,
@@ -25,7 +26,6 @@ from offloadkit import (
 from torch.utils.checkpoint import checkpoint
 from trainkit import RandomPacks, state_of, tiny, trainer
 
-from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.allocator import free_memory

@@ -4,15 +4,13 @@ table."""
 import difflib
 import inspect
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.bench import integrations, memory, offload, pipeline, shard, step
-from packgraph.bench.golden import Golden
+from packgraph.bench import step
 from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Column, Rows, facts
@@ -24,26 +22,26 @@ from packgraph.train.config.values import shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1
-OF_CHECKOUT = ("attention", "capture", "context", "padding")
-
+OF_CHECKOUT = (
+    *("attention", "capture", "context", "integrations", "memory", "offload", "padding"),
+    *("pipeline", "shard"),
+)
 INTRODUCTION = """\
-usage: packgraph bench NAME [--option VALUE ...]
+usage: {command} NAME [--option VALUE ...]
 
 Time the ways of running the same packed documents, side by side in one process.
 
-    packgraph bench step --model qwen3-0.6b --part layers --tokens 1024 4096
-    packgraph bench moe
-    torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --chunks 2
-    torchrun --nproc-per-node 2 -m packgraph.cli bench shard --model qwen3-0.6b --tokens 4096
+    {command} step --model qwen3-0.6b --part layers --tokens 1024 4096
+    {command} moe
 
 One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What
-cannot be measured gets a row with the reason. --golden FILE compares with the rows of an earlier
-run on the same device, and fails where time or memory is more than 5 % worse.
+cannot be measured gets a row with the reason. Benchmarks of several ranks, of offloading, memory
+and parts are those of a checkout: python benchmarks/bench.py.
 
 benchmarks:
 {names}
 
-`packgraph bench NAME --help` has the options of each."""
+`{command} NAME --help` has the options of each."""
 
 
 class Benchmark(NamedTuple):
@@ -62,30 +60,24 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         "step": Benchmark(step.StepArguments, step.bench_step, step.COLUMNS),
         "moe": Benchmark(step.MoeArguments, step.bench_step, with_memory(step.COLUMNS)),
-        "integrations": Benchmark(
-            integrations.IntegrationArguments,
-            integrations.bench_integrations,
-            integrations.COLUMNS,
-        ),
-        "pipeline": Benchmark(
-            pipeline.PipelineArguments, pipeline.bench_pipeline, pipeline.COLUMNS
-        ),
-        "shard": Benchmark(shard.ShardArguments, shard.bench_shard, shard.COLUMNS),
-        "memory": Benchmark(memory.MemoryArguments, memory.bench_memory, memory.COLUMNS),
-        "offload": Benchmark(offload.OffloadArguments, offload.bench_offload, offload.COLUMNS),
     }
 )
 
 
-def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS) -> int:
+def bench(
+    words: Sequence[str],
+    benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
+    command: str = "packgraph bench",
+) -> int:
     """Run one benchmark.
 
     Args:
         words: Its name and options.
         benchmarks: Those that there are, by name.
+        command: What is typed before the name.
 
     Returns:
-        The exit code: 1 when nothing could be measured, or where `--golden` does not hold.
+        The exit code: 1 when nothing could be measured, or where the rows do not hold.
 
     Raises:
         ConfigError: Listing everything that is wrong with the options.
@@ -95,21 +87,18 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
             f"  {name:12} {(one.options.__doc__ or '').splitlines()[0]}"
             for name, one in benchmarks.items()
         )
-        print(INTRODUCTION.format(names=names))
+        print(INTRODUCTION.format(command=command, names=names))
         return 0
     asked = read_bench(words, benchmarks)
     found = benchmarks[words[0]]
     if asked.help:
         text = inspect.cleandoc(found.options.__doc__ or "")
-        print(f"usage: packgraph bench {words[0]} [--option VALUE ...]\n\n{text}")
+        print(f"usage: {command} {words[0]} [--option VALUE ...]\n\n{text}")
         print(options_help(found.options()))
         return 0
     launch = Launch.read()
     device = choose_device(vars(asked).get("device", "cpu"), launch)
     asked = asked.on(device.type, launch)
-    if problems := asked.refusals(launch):
-        raise ConfigError(problems)
-    golden = None if asked.golden is None else Golden(asked.golden)
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     before = signal.signal(signal.SIGTERM, _stop)
     try:
@@ -118,15 +107,8 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
         signal.signal(signal.SIGTERM, before)
         ranks = f" on {launch.world} ranks" if launch.world > 1 else ""
         rows.print_table(f"bench {words[0]}{ranks}", found.columns)
-    held = golden is None or not rows.write or _compare(golden, rows)
+    held = not rows.write or asked.holds(rows.all)
     return 0 if rows.measured and held else FAILED
-
-
-def _compare(golden: Golden, rows: Rows) -> bool:
-    """Print how the rows differ from stored ones; whether they hold."""
-    lines, held = golden.compare(rows.all)
-    print("\n".join(lines), file=sys.stderr)
-    return held
 
 
 def read_bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS) -> Any:

@@ -6,25 +6,19 @@
 `Comparison` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
 that fails drops out with its reason; the others go on. The first way asked for is what the others
 are compared with, so it takes part in every group.
-
-`BenchRanks` are ranks that measure together: what one finds out, all know before they go on. A rank
-that fails alone between two agreements leaves the others waiting; so everything that can fail on
-one rank only is attempted before it is agreed on, and what communicates runs after all ranks have
-said yes.
 """
 
 import contextlib
 import itertools
 import math
 import time
-import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 
 from packgraph.bench.rows import FAILURES, Row, Rows, figures, why
 from packgraph.bench.timing import (
@@ -34,12 +28,10 @@ from packgraph.bench.timing import (
     rounds_in_turn,
     start_anew,
 )
-from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
-OUTSIDE = 2 * 2**30  # bytes for what allocates by itself: NCCL, graphs, libraries
 
 
 @dataclass(frozen=True)
@@ -74,23 +66,10 @@ class Results:
         self.extras: dict[str, Row] = {name: {} for name in names}
         self.reasons: dict[str, str] = {}
 
-    @property
-    def running(self) -> list[str]:
-        """The ways that have not dropped out."""
-        return [name for name in self.names if name not in self.reasons]
-
     def drop(self, name: str, reason: str | None) -> None:
         """Take a way out, if there is a reason; the first reason stays."""
         if reason is not None:
             self.reasons.setdefault(name, reason)
-
-    def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """What `work` returns; None when it failed, which takes the way out."""
-        try:
-            return work()
-        except FAILURES as error:
-            self.drop(name, why(error))
-            return None
 
     def row(self, name: str, main: str, tolerance: float) -> Row:
         """The row of one way. main: the figure that ratios and the price per token are made of.
@@ -122,21 +101,10 @@ class Results:
         """Loss and gradient norm of the first microbatches, and how far they are from those of the
         first way."""
         mine, first = self.checks.get(name), self.against.checks.get(self.against.names[0])
-        if mine is None:
-            return {
-                "loss": None,
-                "loss_difference": None,
-                "gradient_difference": None,
-                "agrees": None,
-            }
-        known = mine.loss if math.isfinite(mine.loss) else None  # JSON has no other numbers
-        row: Row = {
-            "loss": known,
-            "loss_difference": None,
-            "gradient_difference": None,
-            "agrees": None,
-        }
-        if first is not None:
+        row: Row = dict.fromkeys(("loss", "loss_difference", "gradient_difference", "agrees"))
+        if mine is not None and math.isfinite(mine.loss):  # JSON has no other numbers
+            row["loss"] = mine.loss
+        if mine is not None and first is not None:
             loss = _relative(mine.loss, first.loss)
             gradient = _relative(mine.gradient_norm, first.gradient_norm)
             row |= {
@@ -190,71 +158,6 @@ def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
     return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]
 
 
-class WayFailedError(RuntimeError):
-    """A way has failed, and all ranks know why."""
-
-
-class BenchRanks:
-    """The ranks of a benchmark: all processes of the default group. Collective to make."""
-
-    def __init__(self) -> None:
-        together = dist.is_initialized()
-        self.rank = dist.get_rank() if together else 0
-        self.size = dist.get_world_size() if together else 1
-        self._group = dist.new_group(backend="gloo") if together else None
-
-    def gather(self, fact: Any) -> list[Any]:
-        """`fact` of every rank, in order; waits for all of them. Facts are small and can be
-        pickled."""
-        if self._group is None:
-            return [fact]
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, fact, group=self._group)
-        return every
-
-    def attempt(self, work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """(what `work` returns here, the first reason why it failed on any rank). `work` does not
-        communicate."""
-        result, reason = None, None
-        try:
-            result = work()
-        except FAILURES as error:
-            reason = why(error)
-        return result, self.first_reason(reason)
-
-    def together(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns here. It may communicate where it fails on all ranks at the same
-        place. Raises WayFailedError on all ranks where it fails on any."""
-        result, reason = self.attempt(work)
-        if reason is not None:
-            raise WayFailedError(reason)
-        return result  # type: ignore[return-value]
-
-    def first_reason(self, reason: str | None) -> str | None:
-        """The first rank's reason that there is, with the rank's name; None when no rank has
-        one."""
-        for rank, other in enumerate(self.gather(reason)):
-            if other is not None:
-                return other if self.size == 1 else f"rank {rank}: {other}"
-        return None
-
-
-@contextlib.contextmanager
-def limited_alike(device: torch.device, ranks: BenchRanks) -> Iterator[None]:
-    """Within the block the allocators of all ranks give out as much as that of the one with least
-    memory, so that ranks of the same work run out of it at the same place. Collective."""
-    if device.type != "cuda":
-        yield
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    mine = free + torch.cuda.memory_reserved(device) - OUTSIDE
-    torch.cuda.set_per_process_memory_fraction(min(ranks.gather(mine)) / total, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
 class Runs(Protocol):
     """A way that is ready to run."""
 
@@ -276,19 +179,6 @@ def room_for_code() -> Iterator[None]:
         yield
 
 
-def first_warning(work: Callable[[], object]) -> str | None:
-    """The first thing that the library warns of while `work` runs, in one line; None without, or
-    where `work` returns True."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", PackgraphWarning)
-        if work():
-            return None
-    for warning in caught:
-        if issubclass(warning.category, PackgraphWarning):
-            return " ".join(str(warning.message).split())
-    return None
-
-
 def above(peak: int | None, before: int | None) -> int | None:
     """What a peak is above what was held before, where both are known."""
     return None if peak is None or before is None else peak - before
@@ -297,91 +187,50 @@ def above(peak: int | None, before: int | None) -> int | None:
 W = TypeVar("W", bound=Runs)
 
 
-class Comparison(Generic[W]):
+class Comparison(ABC, Generic[W]):
     """Ways at one size, measured in groups; a benchmark derives from it.
 
     Attributes:
         main: Figure that ratios and the price per token are made of.
-        communicates: Whether ways do: a failure of one rank within a step then ends the run, after
-            its rows are written, unless it is a `WayFailedError`. Otherwise it drops the way.
         least_rounds: Of ways that are ready when the time is up.
-        preparing: Share of the time after which nothing else is prepared.
+        doing: The way that is at work, for what fails beside it.
     """
 
-    main: ClassVar[str] = "step_ms"
-    communicates: ClassVar[bool] = True
+    main: ClassVar[str]
     least_rounds: ClassVar[int] = 0
-    preparing: ClassVar[float] = 1.0
 
     def __init__(
-        self,
-        ways: Sequence[str],
-        rounds: int,
-        device: torch.device,
-        deadline: Deadline,
-        ranks: BenchRanks,
+        self, ways: Sequence[str], rounds: int, device: torch.device, deadline: Deadline
     ) -> None:
-        self.names, self.rounds = ways, rounds
-        self.device, self.deadline, self.ranks = device, deadline, ranks
+        self.names, self.rounds, self.device, self.deadline = ways, rounds, device, deadline
         self.results, self.ways, self.doing = Results(ways), dict[str, W](), ways[0]
 
-    def start(self) -> None:
-        """Prepare what all ways need. Collective."""
-
+    @abstractmethod
     def make(self, name: str) -> W:
         """The way called `name`. Raises where it cannot run."""
-        raise NotImplementedError
 
-    def forget(self, name: str) -> None:
-        """Free what there is already of a way that is not prepared."""
-
-    def warm_up(self, way: W) -> None:
-        """Run a way without communication: finds what fails on this rank alone."""
-
-    def build(self, way: W) -> str | None:
-        """Capture, and run what communicates; why that failed, or None. Collective."""
-        return None
-
+    @abstractmethod
     def check(self, way: W) -> Check:
-        """What a way computes on the first microbatches. Collective."""
-        raise NotImplementedError
+        """What a way computes on the first microbatches."""
 
+    @abstractmethod
     def heaviest(self, way: W) -> object:
-        """Run what takes most memory. Collective."""
-        raise NotImplementedError
+        """Run what takes most memory."""
 
+    @abstractmethod
     def time(self, way: W, number: int) -> list[Sample]:
-        """The calls of a round. Collective."""
-        raise NotImplementedError
+        """The calls of a round."""
 
-    def after(self, way: W) -> Row:
-        """What is measured after all rounds. Collective."""
-        return {}
-
-    def finish(self) -> None:
-        """Measure what needs all ways closed. Collective."""
-
+    @abstractmethod
     def what(self, name: str) -> Row:
         """What the row of a way says beside its figures."""
-        raise NotImplementedError
 
-    def begin(self, name: str) -> tuple[int | None, float]:
-        """(bytes held before a way is made, when its making began)."""
-        return held_bytes(self.device), time.monotonic()
+    def warm_up(self, way: W) -> object:
+        """Run a way for the first time."""
 
-    def measure(self, rows: Rows, together: int | None = None) -> None:
-        """Measure all ways, `together` at a time; write their rows."""
-        first: Results | None = None
-        for number, names in enumerate(groups(self.names, together)):
-            self.results, self.ways, self.doing = Results(names, first), {}, names[0]
-            first = first or self.results
-            try:
-                with room_for_code(), self._leaving(rows):
-                    self._measure()
-            finally:  # what was measured before an interruption is a result, too
-                for name in names[1:] if number and names[0] == self.names[0] else names:
-                    rows.add(self.row(name))
-            start_anew(self.device)
+    def after(self, way: W) -> Row:
+        """What is measured after all rounds."""
+        return {}
 
     def row(self, name: str) -> Row:
         """The row of one way."""
@@ -391,57 +240,33 @@ class Comparison(Generic[W]):
         """Largest relative difference of the losses of a way that is rounding."""
         return 1e-2 if self.device.type == "cuda" else 1e-5
 
-    def late(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is up on any rank. Collective."""
-        return any(self.ranks.gather(self.deadline.passed(share)))
+    def measure(self, rows: Rows, together: int | None = None) -> None:
+        """Measure all ways, `together` at a time; write their rows."""
+        first: Results | None = None
+        for number, names in enumerate(groups(self.names, together)):
+            self.results, self.ways, self.doing = Results(names, first), {}, names[0]
+            first = first or self.results
+            try:
+                with room_for_code():
+                    self.measure_group()
+            except FAILURES as error:
+                self.end(why(error), rows)
+                raise
+            finally:  # what was measured before an interruption is a result, too
+                for name in names[1:] if number and names[0] == self.names[0] else names:
+                    rows.add(self.row(name))
+            start_anew(self.device)
 
-    def slowest(self, step: Callable[[], object]) -> dict[str, float]:
-        """step_ms and host_ms of a step on the slowest rank, from a common start. Collective."""
-        synchronize(self.device)
-        self.ranks.gather(None)
-        begin = time.perf_counter()
-        step()
-        launched = time.perf_counter() - begin
-        synchronize(self.device)
-        every = self.ranks.gather((time.perf_counter() - begin, launched))
-        whole, host = (1000 * max(times) for times in zip(*every, strict=True))
-        return {"step_ms": whole, "host_ms": host}
-
-    def _attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        if not self.communicates:
-            return self.results.attempt(name, work)
-        try:
-            return work()
-        except WayFailedError as error:
-            self.results.drop(name, str(error))
-            return None
-
-    @contextlib.contextmanager
-    def _leaving(self, rows: Rows) -> Iterator[None]:
-        """A failure of this rank alone ends the block: the others wait for it and cannot be told,
-        so this one writes what is known, and leaves."""
-        try:
-            yield
-        except FAILURES as error:
-            self.results.drop(self.doing, f"rank {self.ranks.rank}: {why(error)}")
-            for name in self.results.running:
-                if not self.results.samples[name]:
-                    reason = f"not measured: the run ended when way {self.doing} failed"
-                    self.results.drop(name, reason)
-            rows.write = True
-            raise
-
-    def _measure(self) -> None:
+    def measure_group(self) -> None:
+        """Prepare the ways of `results`, time them in turn, and free them."""
         found = self.results
-        self.start()
         for self.doing in found.names:
-            if self.late(self.preparing):
-                found.drop(self.doing, self.deadline.reason_for(self.preparing))
-                self.forget(self.doing)
+            if (reason := self.too_late(self.doing)) is not None:
+                found.drop(self.doing, reason)
                 continue
-            self._prepare(self.doing)
+            self.prepare(self.doing)
             if self.doing in found.reasons and self.doing in self.ways:
-                self._close(self.doing)
+                self.attempt(self.doing, self.ways.pop(self.doing).close)
             free_memory(self.device)
         begun = itertools.count()
         least = min(self.least_rounds, self.rounds)
@@ -449,60 +274,79 @@ class Comparison(Generic[W]):
         rounds_in_turn(runs, self.rounds, lambda: next(begun) >= least and self.late())
         for name, way in self.ways.items():
             self.doing = name
-            found.drop(name, self.ranks.first_reason(way.complaint()))
+            found.drop(name, self.agreed(way.complaint()))
             if name not in found.reasons and not found.samples[name]:
                 found.drop(name, self.deadline.reason)
             if name not in found.reasons:
                 found.extras[name] |= self.after(way)
         for name in list(self.ways):
-            self._close(name)
+            self.attempt(name, self.ways.pop(name).close)
         free_memory(self.device)
-        self.finish()
 
-    def _prepare(self, name: str) -> None:
-        """Make a way, capture, warm it up, check what it computes, measure its memory."""
+    def prepare(self, name: str) -> None:
+        """Make a way, warm it up, check what it computes, measure its memory."""
         free_memory(self.device)
         before, began = self.begin(name)
-
-        def alone() -> None:
-            self.ways[name] = self.make(name)
-            self.warm_up(self.ways[name])
-            synchronize(self.device)
-
-        reason = self.ranks.attempt(alone)[1]
-        if reason is None:
-            reason = self.ranks.first_reason(self.build(self.ways[name]))
-        if reason is not None:
+        if (reason := self.ready(name)) is not None:
             self.results.drop(name, reason)
             return
-        synchronize(self.device)
-        prepared = round(max(self.ranks.gather(time.monotonic() - began)), 3)
-        way = self.ways[name]
-        check = self._attempt(name, lambda: self.check(way))
+        seconds, way = round(time.monotonic() - began, 3), self.ways[name]
+        check = self.attempt(name, lambda: self.check(way))
         if check is None:
             return
         self.results.checks[name] = check
         free_memory(self.device)
-        peak = self._attempt(name, lambda: peak_bytes(self.device, lambda: self.heaviest(way)))
-        facts = self._of_ranks(way.facts() | {"peak_bytes": above(peak, before)})
-        self.results.extras[name] = {"prepare_seconds": prepared} | facts
+        peak = self.attempt(name, lambda: peak_bytes(self.device, lambda: self.heaviest(way)))
+        facts = way.facts() | {"peak_bytes": above(peak, before)}
+        self.results.extras[name] = self.known(seconds, facts)
 
-    def _of_ranks(self, mine: Row) -> Row:
-        """Each fact as a list by rank; None where no rank has it."""
-        if not self.communicates:
-            return mine
-        every = self.ranks.gather(mine)
-        lists: dict[str, list[Any]] = {key: [facts[key] for facts in every] for key in mine}
-        return {
-            key: None if all(part is None for part in parts) else parts
-            for key, parts in lists.items()
-        }
+    def begin(self, name: str) -> tuple[int | None, float]:
+        """(bytes held before a way is made, when its making began)."""
+        return held_bytes(self.device), time.monotonic()
+
+    def ready(self, name: str) -> str | None:
+        """Make a way and warm it up; why that failed, or None."""
+        try:
+            self.ways[name] = self.make(name)
+            self.warm_up(self.ways[name])
+            synchronize(self.device)
+        except FAILURES as error:
+            return why(error)
+        return None
+
+    def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """What `work` returns; None when it failed, which takes the way out."""
+        try:
+            return work()
+        except FAILURES as error:
+            self.results.drop(name, why(error))
+            return None
+
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return self.deadline.passed()
+
+    def too_late(self, name: str) -> str | None:
+        """Why a way is not prepared any more, or None."""
+        return self.deadline.reason if self.late() else None
+
+    def agreed(self, reason: str | None) -> str | None:
+        """A reason as the row says it."""
+        return reason
+
+    def known(self, seconds: float, facts: Row) -> Row:
+        """What the row says of getting ready."""
+        return {"prepare_seconds": seconds} | facts
+
+    def end(self, reason: str, rows: Rows) -> None:
+        """Note what ends the run, for the rows that are written before it does."""
+        self.results.drop(self.doing, reason)
+        for name, samples in self.results.samples.items():
+            if not samples:
+                self.results.drop(name, f"not measured: the run ended when way {self.doing} failed")
 
     def _round(self, name: str, number: int) -> None:
         self.doing = name
         if name not in self.results.reasons:
-            found = self._attempt(name, lambda: self.time(self.ways[name], number))
+            found = self.attempt(name, lambda: self.time(self.ways[name], number))
             self.results.samples[name] += found or []
-
-    def _close(self, name: str) -> None:
-        self._attempt(name, self.ways.pop(name).close)

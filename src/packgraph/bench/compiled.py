@@ -33,11 +33,28 @@ from packgraph.packing.capacity import Capacity
 Rotary = tuple[Tensor, ...]  # cosines and sines, or nothing where positions turn nothing
 
 
-class CompiledStack(nn.Module):
-    """Computes what `model` does, with its parameters, compiled for static shapes.
+class AroundStack(nn.Module):
+    """Computes what `model` does, with its parameters, in stages of another kind."""
 
-    backend, mode: as for torch.compile.
-    """
+    stages: Callable[[], Sequence[Stage]]
+
+    def __init__(self, model: DecoderStack) -> None:
+        super().__init__()
+        self.model = model
+
+    def begin(self, *args: Any, **kwargs: Any) -> State:
+        return self.model.begin(*args, **kwargs)
+
+    def end(self, state: State) -> Tensor:
+        return self.model.end(state)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As DecoderStack.forward."""
+        return run_stages(self, *args, **kwargs)
+
+
+class CompiledStack(AroundStack):
+    """A decoder compiled for static shapes. backend, mode: as for torch.compile."""
 
     def __init__(
         self,
@@ -45,8 +62,7 @@ class CompiledStack(nn.Module):
         backend: str | Callable[..., Any] = "inductor",
         mode: str | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         own = backend == "inductor" and mode is None
         make = (
             None
@@ -56,18 +72,8 @@ class CompiledStack(nn.Module):
         self._compiler = Compiler("inductor", Stats(), make)
         self._pieces = compile_units_of(model.stages())
 
-    def begin(self, *args: Any, **kwargs: Any) -> State:
-        return self.model.begin(*args, **kwargs)
-
     def stages(self) -> Sequence[Stage]:
         return [Stage("module", 0, self._run)]
-
-    def end(self, state: State) -> Tensor:
-        return self.model.end(state)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As DecoderStack.forward."""
-        return run_stages(self, *args, **kwargs)
 
     def _run(self, state: State) -> State:
         return self._compiler.run(self._pieces, state)
@@ -87,18 +93,6 @@ class Marks:
     labels: Tensor
     capacity: Capacity
     documents: Tensor | None = None
-
-    @staticmethod
-    def of(state: State) -> "Marks":
-        """Those of the batch in a decoder's state."""
-        batch: PackedBatch = state["batch"]
-        return Marks(
-            batch.padding_mask,
-            batch.document_ids,
-            batch.labels,
-            batch.capacity,
-            state.get("documents"),
-        )
 
 
 LayerCall = Callable[[Tensor, Rotary, AttentionMetadata, Marks | None], Tensor]
@@ -136,19 +130,16 @@ class TorchLayer(nn.Module):
         return state["hidden"]
 
 
-class LayerStack(nn.Module):
-    """Computes what `model` does, through `layers` in place of its own.
+class LayerStack(AroundStack):
+    """A decoder through `layers` in place of its own.
 
     layers: for each layer a function (hidden, rotary, attention, marks) -> hidden. The step is one
     microbatch.
     """
 
     def __init__(self, model: DecoderStack, layers: Sequence[LayerCall]) -> None:
-        super().__init__()
-        self.model, self.inner = model, list(layers)
-
-    def begin(self, *args: Any, **kwargs: Any) -> State:
-        return self.model.begin(*args, **kwargs)
+        super().__init__(model)
+        self.inner = list(layers)
 
     def stages(self) -> Sequence[Stage]:
         own = self.model.stages()
@@ -157,13 +148,6 @@ class LayerStack(nn.Module):
             Stage("layers", 0, self.run_layers),
             *([own[-1]] if self.model.last else []),
         ]
-
-    def end(self, state: State) -> Tensor:
-        return self.model.end(state)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As DecoderStack.forward."""
-        return run_stages(self, *args, **kwargs)
 
     def run_layers(self, state: State) -> State:
         """All layers: reads hidden, rotary, attention and batch; replaces hidden."""
@@ -175,7 +159,11 @@ class LayerStack(nn.Module):
 
 def marks_of(model: DecoderStack, state: State) -> Marks | None:
     """The marks of a state's batch, if the model has layers that read them."""
-    return Marks.of(state) if model.config.experts.enabled or model.config.mamba.enabled else None
+    if not (model.config.experts.enabled or model.config.mamba.enabled):
+        return None
+    batch: PackedBatch = state["batch"]
+    documents = state.get("documents")
+    return Marks(batch.padding_mask, batch.document_ids, batch.labels, batch.capacity, documents)
 
 
 def layers_of(model: DecoderStack) -> list[TorchLayer]:

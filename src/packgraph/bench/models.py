@@ -1,5 +1,5 @@
 """The models and microbatches that benchmarks run: known shapes, fresh values, lengths of documents
-by their families, and which part of a decoder is run.
+and which part of a decoder is run.
 
     model     batch ─▶ embedding ─▶ layers ─▶ norm, head, loss        backward from the loss
     layers    batch, hidden [T, H] ─▶ layers ─▶ hidden [T, H]         backward from a gradient that
@@ -28,13 +28,12 @@ import dataclasses
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from packgraph.models.branches import head_weights, token_weights
@@ -54,36 +53,8 @@ from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
 from packgraph.train.config.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
 from packgraph.train.decoder_estimates import decoder_cost
 
-Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
 PARTS = ("model", "layers")
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
-
-
-def _lognormal(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
-    """Mean 1024, sigma 1.5."""
-    return draw.lognormal(math.log(1024) - 1.5**2 / 2, 1.5, count)
-
-
-def _chat(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
-    """Single turns, talks of several turns, and turns with something long pasted in."""
-    kind = draw.choice(3, size=count, p=[0.6, 0.33, 0.07])
-    return draw.lognormal(np.log([220, 900, 3500])[kind], np.array([0.8, 0.8, 0.6])[kind])
-
-
-def _code(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
-    """Files, one in twelve of them longer than 8192 tokens."""
-    return draw.lognormal(math.log(900), 1.6, count)
-
-
-DISTRIBUTIONS: Mapping[str, Draw] = MappingProxyType(
-    {"lognormal": _lognormal, "chat": _chat, "code": _code}
-)
-
-
-def lengths_like(name: str, count: int, longest: int, seed: int) -> list[int]:
-    """`count` lengths of the family called `name`, those above `longest` cut there."""
-    drawn = DISTRIBUTIONS[name](count, np.random.default_rng(seed))
-    return [int(length) for length in np.clip(np.round(drawn), 1, longest)]
 
 
 def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:

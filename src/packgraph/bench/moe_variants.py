@@ -39,7 +39,7 @@ from packgraph.bench.models import TimedPart
 from packgraph.bench.rows import Column, Row, gibibytes, value
 from packgraph.bench.variants import Graphed, Maker, Setting, Way
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.moe import MoEBlock, moe_blocks
+from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
@@ -103,15 +103,21 @@ def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
 
 
 class Stashed(Graphed):
-    """Graphs whose experts keep live rows in pages of one pool, as many as the capacity can
-    need."""
+    """Graphs whose experts keep live rows in pages of one pool, as many as one microbatch of
+    `capacity` in flight can need, all of its tokens live."""
 
     def __init__(
         self, name: str, work: TimedPart, capacity: Capacity, compile: bool | str = False
     ) -> None:
         assert isinstance(work.model, DecoderStack)
         self.blocks = moe_blocks([work.model])
-        self.stash = share_stash(self.blocks, work.config, capacity)
+        self.stash = Stash(self.blocks[0].experts.first_proj.device)
+        per_token, layers = work.config.experts.per_token, len(self.blocks)
+        pages = pages_for(capacity.tokens, per_token, layers, 1, 1.0, self.stash.page_rows)
+        self.stash.allocate(pages, columns=columns_of(self.blocks[0].experts))
+        for block in self.blocks:
+            block.stash = self.stash
+            self.stash.attach(block)
         super().__init__(name, work, (capacity,), "chunk", compile)
 
     def run(self, batch: PackedBatch) -> Tensor:
@@ -132,21 +138,6 @@ class Stashed(Graphed):
     def close(self) -> None:
         super().close()
         del self.stash, self.blocks
-
-
-def share_stash(blocks: list[MoEBlock], config: DecoderConfig, capacity: Capacity) -> Stash:
-    """A stash that these layers use, with pages for one microbatch of `capacity` in flight, all of
-    its tokens live."""
-    experts = blocks[0].experts
-    stash = Stash(experts.first_proj.device)
-    pages = pages_for(
-        capacity.tokens, config.experts.per_token, len(blocks), 1, 1.0, stash.page_rows
-    )
-    stash.allocate(pages, columns=columns_of(experts))
-    for block in blocks:
-        block.stash = stash
-        stash.attach(block)
-    return stash
 
 
 def with_memory(columns: Sequence[Column]) -> list[Column]:

@@ -1,11 +1,12 @@
 """Options that benchmarks share. Those of one benchmark stand beside it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from packgraph.bench.golden import Golden
 from packgraph.bench.models import PARTS, SHAPES
+from packgraph.bench.rows import Row
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.parallel.processes import Launch
 from packgraph.train.config.values import CommandArguments, Count, option
@@ -15,7 +16,6 @@ CPU_TOKENS = (128,)
 CAPTURABLE = tuple(name for name in BACKENDS if name != "naive")
 Shape = Annotated[str, tuple(SHAPES)]
 Part = Annotated[str, PARTS]
-Attention = Annotated[str, ("auto", *CAPTURABLE)]
 FIRST = "the first is what others are compared with"
 PART_HELP = "the whole model, or its layers without embedding and head"
 
@@ -27,12 +27,6 @@ class BenchArguments(CommandArguments):
     seed: int = option(0, "of the documents", metavar="N")
     seconds: float | None = option(None, "begin nothing further after this time", metavar="S")
     out: Path | None = option(None, "append the rows to this file, too", metavar="FILE")
-    golden: Path | None = option(
-        None,
-        "compare step time and peak memory with the rows of this file that the same device has "
-        "measured; exit with 1 where one is more than 5 % worse, or none can be compared",
-        metavar="FILE",
-    )
     commit: str | None = option(
         None, "what rows say about the commit, where there is no git checkout", metavar="TEXT"
     )
@@ -49,11 +43,6 @@ class BenchArguments(CommandArguments):
             problems.append(
                 f"--out {self.out}: the folder {self.out.resolve().parent} does not exist"
             )
-        if self.golden is not None:
-            try:
-                Golden(self.golden)
-            except ValueError as error:
-                problems.append(str(error))
         ways = getattr(self, "ways", None) or ()
         if len(set(ways)) < len(ways):
             problems.append(f"--ways names a way twice: {' '.join(ways)}")
@@ -66,12 +55,13 @@ class BenchArguments(CommandArguments):
         return []
 
     def on(self, device_type: str, launch: Launch) -> Self:
-        """These options with what is usual for a device and a number of processes put in."""
+        """These options with what is usual for a device and a number of processes put in. Raises
+        ConfigError where these processes cannot run the benchmark."""
         return self
 
-    def refusals(self, launch: Launch) -> list[str]:
-        """Why these processes cannot run this benchmark."""
-        return []
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows are as they should be; says why not on stderr."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,15 +174,5 @@ def value(name: str, form: str = "") -> Callable[[Row], str]:
 
 
 def gibibytes(name: str) -> Callable[[Row], str]:
-    """Cell with bytes (or the most of one rank's bytes) as GiB."""
-
-    def cell(row: Row) -> str:
-        found = row.get(name)
-        found = (
-            max((part for part in found if part is not None), default=None)
-            if isinstance(found, list)
-            else found
-        )
-        return "-" if found is None else f"{found / 2**30:.2f}"
-
-    return cell
+    """Cell with bytes as GiB."""
+    return lambda row: "-" if row.get(name) is None else f"{row[name] / 2**30:.2f}"

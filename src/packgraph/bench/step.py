@@ -22,14 +22,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from packgraph.bench.comparison import (
-    BenchRanks,
-    Check,
-    Comparison,
-    Sample,
-    agreement,
-    attempt_alone,
-)
+from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone
 from packgraph.bench.models import (
     PEAK_TFLOPS,
     TimedPart,
@@ -104,6 +97,7 @@ class StepArguments(ComparedArguments):
     usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 2 * KILO, 4 * KILO)
     makers: ClassVar[Mapping[str, Maker]] = ALL_WAYS
     compiler: ClassVar[str] = "inductor"
+    room: ClassVar[float] = 1.0
 
     part: Part = option("model", PART_HELP)
     ways: tuple[StepWay, ...] = option(tuple(WAYS), FIRST)
@@ -118,11 +112,6 @@ class StepArguments(ComparedArguments):
         "own", "attention of every way; own = what each way's stack has; rows say which"
     )
 
-    @property
-    def rows_per_pair(self) -> float:
-        """Rows that experts of static shapes have, over those that are routed."""
-        return 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoeArguments(StepArguments):
@@ -133,7 +122,7 @@ class MoeArguments(StepArguments):
 
     part: Part = option("layers", PART_HELP)
     ways: tuple[StepWay, ...] = option(MOE_WAYS, FIRST)
-    room: float = option(
+    room: float = option(  # type: ignore[misc]
         1.0,
         "rows that experts of static shapes have, over those that are routed: what a rank of "
         "several needs for an uneven load",
@@ -145,11 +134,6 @@ class MoeArguments(StepArguments):
         small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
         return super().problems() + small
 
-    @property
-    def rows_per_pair(self) -> float:
-        """Rows that experts of static shapes have, over those that are routed."""
-        return self.room
-
 
 def bench_step(
     options: StepArguments, device: torch.device, rows: Rows, deadline: Deadline
@@ -158,7 +142,7 @@ def bench_step(
     config = shape(str(options.model), options.layers)
     model = build_part(options.part, config, device, dtype_on(device))
     zero_gradients([model])
-    give_rows(model, options.rows_per_pair)
+    give_rows(model, options.room)
     for tokens in options.tokens:
         StepComparison(options, tokens, model, device, deadline).measure(rows, options.together)
 
@@ -166,8 +150,7 @@ def bench_step(
 class StepComparison(Comparison[Way]):
     """All ways at one number of tokens."""
 
-    main, communicates = "device_ms", False
-    least_rounds = 3
+    main, least_rounds = "device_ms", 3
 
     def __init__(
         self,
@@ -177,7 +160,7 @@ class StepComparison(Comparison[Way]):
         device: torch.device,
         deadline: Deadline,
     ) -> None:
-        super().__init__(options.ways, options.rounds, device, deadline, BenchRanks())
+        super().__init__(options.ways, options.rounds, device, deadline)
         self.options, self.tokens, self.model = options, tokens, model
         config, attention = model.config, options.attention
         backend = model.attention_choice().name if attention == "own" else attention
@@ -274,10 +257,9 @@ class StepComparison(Comparison[Way]):
         known = shares and self.device.type == "cuda"
         row["mfu"] = round(statistics.median(shares), 5) if known else None
         if self.model.config.experts.enabled:
-            room = options.rows_per_pair
-            row |= {"room": room}
+            row["room"] = options.room
             row |= measured_memory(row, self.results.extras[self.results.names[0]])
-            row |= expert_memory(name, self.model, self.setting.capacity, room)
+            row |= expert_memory(name, self.model, self.setting.capacity, options.room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
     def tolerance(self, name: str) -> float:

@@ -18,9 +18,8 @@ the share is then 1. Profile after everything that is timed: the profiler's libr
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -29,11 +28,8 @@ from packgraph.graphs.memory.allocator import Stretch, free_memory
 from packgraph.graphs.timer import Stopwatch, synchronize
 from packgraph.ops.symmetric_memory import symmetric_bytes
 
-Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 WALL_RUNS = 3
-# In the names of what exchanges data: NCCL's kernels, copies from other GPUs, barriers.
-EXCHANGES = ("nccl", "PtoP", "symmetric_memory")
 
 
 class Deadline:
@@ -51,15 +47,6 @@ class Deadline:
     def reason(self) -> str:
         """What a row says that was not measured."""
         return f"not measured: the limit of {self.seconds:g} seconds was reached before"
-
-    def reason_for(self, share: float) -> str:
-        """Why nothing else is prepared once that share of the time is up."""
-        if share >= 1.0:
-            return self.reason
-        return (
-            f"not prepared: {share:.0%} of the {self.seconds:g} seconds had passed, and the rest "
-            "is for timing what is ready: more --seconds, fewer --ways"
-        )
 
 
 def time_calls(
@@ -132,28 +119,6 @@ def held_bytes(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) - live + reserved + symmetric_bytes()
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes of the device that nobody has; 0 on a CPU, where this is not known."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-def pinned_bytes(device: torch.device) -> int | None:
-    """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for
-    later; None on a CPU."""
-    return (
-        torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
-    )
-
-
-def pinned_peak_bytes(device: torch.device) -> int | None:
-    """The most of `pinned_bytes` since the last look; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    peak: int = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
-    torch.cuda.reset_peak_host_memory_stats()
-    return peak
-
-
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     """The most bytes held (see `held_bytes`) while `run` runs; None on a CPU."""
     if device.type != "cuda":
@@ -165,14 +130,6 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
     return stretch.most_allocated() - live + reserved + symmetric_bytes()
-
-
-def with_most_bytes(device: torch.device, run: Callable[[], Result]) -> tuple[Result, int | None]:
-    """What `run` returns, and the most bytes of tensors while it runs, which may make pools; None
-    on a CPU."""
-    stretch = Stretch(device) if device.type == "cuda" else None
-    result = run()
-    return result, None if stretch is None else stretch.most_allocated()
 
 
 def rounds_in_turn(
@@ -201,13 +158,6 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def exposed_length(
-    exchanges: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> float:
-    """Length of the part of `exchanges` in which none of `others` runs; intervals (begin, end)."""
-    return union_length([*exchanges, *others]) - union_length(others)
-
-
 def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     """(begin, end) in microseconds of the kernels, copies and fills among a profiler's events, on
     any stream."""
@@ -218,54 +168,12 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     ]
 
 
-@dataclass(frozen=True)
-class ExchangeTimes:
-    """Milliseconds of some calls in which the device runs collectives, and those of them in which
-    it runs nothing else."""
-
-    whole_ms: float
-    exposed_ms: float
-
-
-def _is_exchange(name: str) -> bool:
-    return any(part in name for part in EXCHANGES)
-
-
-def exchange_times(
-    device: torch.device, run: Callable[[], object], lead: Callable[[], object]
-) -> ExchangeTimes | None:
-    """How long NCCL's kernels, copies from other GPUs and barriers with them run while `run` runs,
-    right after `lead`; None on a CPU. A copy of a rank's own part counts as other work.
-
-    Raises RuntimeError where the profiler sees nothing of the device.
-    """
-    if device.type != "cuda":
-        return None
-    lead()
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize(device)
-    events = profiler.events() or ()
-    others = device_intervals(event for event in events if not _is_exchange(event.name))
-    exchanges = device_intervals(event for event in events if _is_exchange(event.name))
-    if not others:
-        raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
-    return ExchangeTimes(union_length(exchanges) / 1000, exposed_length(exchanges, others) / 1000)
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Milliseconds of some calls: of all kernels, each moment counted once, and of the calls
-    without a profiler."""
+class Busy(NamedTuple):
+    """Milliseconds of the kernels of some calls, each moment counted once, and their share of the
+    time of these calls without a profiler, at most 1."""
 
     kernel_ms: float
-    wall_ms: float
-
-    @property
-    def share(self) -> float:
-        """Share of the time in which the device is at work, at most 1."""
-        return min(1.0, self.kernel_ms / self.wall_ms)
+    share: float
 
 
 def busy_time(
@@ -284,4 +192,5 @@ def busy_time(
     intervals = device_intervals(profiler.events() or ())
     if not intervals:
         raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
-    return Busy(union_length(intervals) / 1000, wall)
+    kernels = union_length(intervals) / 1000
+    return Busy(kernels, min(1.0, kernels / wall))

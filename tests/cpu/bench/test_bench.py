@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import bench_pipeline
 import pytest
 import torch
+from bench import ALL, main
+from bench_pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline as bench_pipeline
+from packgraph.bench.command import BENCHMARKS, OF_CHECKOUT
 from packgraph.bench.comparison import Check, Results, Sample, groups, room_for_code
 from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
-from packgraph.bench.pipeline import PipelineArguments, PipelineWay, measure_pipeline
-from packgraph.bench.rows import Rows, facts, figures
+from packgraph.bench.rows import Rows, facts, figures, why
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.variants import Graphed
 from packgraph.packing.capacity import Capacity
@@ -124,10 +126,7 @@ def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
         "odd": Check(float("nan"), 1.0),
     }
 
-    def fail() -> None:
-        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-
-    contest.attempt("other", fail)
+    contest.drop("other", why(torch.OutOfMemoryError("tried to allocate 20 GiB")))
     row = contest.row("chunk", "ms", 1e-2)
     assert row["ratio"] == 3.0 and row["figures"]["ms_per_1000_tokens"]["median"] == 100.0
     assert row["agrees"] is True and row["reason"] is None
@@ -285,9 +284,8 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--together", "0"], "expected a whole number of at least 1"),
         (["step", "--attention", "naive"], "--attention: expected own | sdpa"),
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
-        (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
-        (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
         (["padding"], "needs a checkout: python benchmarks/bench.py padding"),
+        (["offload", "--tokens", "8"], "needs a checkout: python benchmarks/bench.py offload"),
         (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )
@@ -299,14 +297,36 @@ def test_mistakes_are_refused(
     assert text in captured.err and captured.out == "" and "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--pp", "2"], "but 1 were started"),
+        (["--chunks", "2"], "would send to itself"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    assert main(["pipeline", "--device", "cpu", *words]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.out == ""
+
+
+def test_the_package_names_the_benchmarks_of_a_checkout() -> None:
+    assert set(OF_CHECKOUT) == set(ALL) - set(BENCHMARKS) and set(BENCHMARKS) < set(ALL)
+
+
 def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 0
-    assert "torchrun" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "packgraph bench moe" in printed and "python benchmarks/bench.py" in printed
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "python benchmarks/bench.py moe" in printed and "pipeline" in printed
 
 
 def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "bench",
         "pipeline",
         *SMALL,
         "--ways",
@@ -317,7 +337,7 @@ def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> No
         "--together",
         "2",
     ]
-    assert cli.main(words) == 0
+    assert main(words) == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row["way"] for row in rows] == ["eager", "chunk"]
     assert all(row["bubble_share"] == 0.0 and row["reason"] is None for row in rows)

@@ -14,9 +14,7 @@ BUCKETS = [Capacity(32, 4), Capacity(32, 8), Capacity(64, 4), Capacity(64, 8)]
 def extras(alone):
     """Of a way whose pools take 90 and 100 bytes. alone: bytes of a bank by the tokens of its one
     bucket."""
-    contest = SimpleNamespace(
-        running=["dynamic+graph"], extras={"dynamic+graph": {"pool_bytes": [90, 100]}}
-    )
+    contest = SimpleNamespace(reasons={}, extras={"dynamic+graph": {"pool_bytes": [90, 100]}})
     bench = SimpleNamespace(
         late=lambda: False,
         buckets=lambda kind: BUCKETS,

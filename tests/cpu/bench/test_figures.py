@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 from bench import main
-from bench_padding import PaddingArguments, bench_padding
+from bench_padding import DISTRIBUTIONS, PaddingArguments, bench_padding, lengths_like
+from exchanges import exposed_length
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from packgraph.bench.models import (
-    DISTRIBUTIONS,
     PEAK_TFLOPS,
     WINDOW,
     TimedPart,
     build_part,
     draw_batches,
     draw_lengths,
-    lengths_like,
     model_flops,
     peak_share,
     planned_buckets,
@@ -31,11 +30,9 @@ from packgraph.bench.models import (
 )
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import (
-    Busy,
     Deadline,
     busy_time,
     device_intervals,
-    exposed_length,
     start_anew,
     union_length,
 )
@@ -119,7 +116,6 @@ def test_only_work_of_the_device_is_busy_time() -> None:
     ]
     assert device_intervals(events) == [(1, 3)]
     assert busy_time(CPU, lambda: None, lambda: None) is None
-    assert Busy(3.0, 4.0).share == 0.75 and Busy(4.2, 4.0).share == 1.0
 
 
 def test_torch_profiler_tells_what_busy_time_is_made_of() -> None:

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
+from bench import main
+from bench_integrations import WAYS, IntegrationArguments, bench_integrations
 
-from packgraph import cli
-from packgraph.bench.integrations import WAYS, IntegrationArguments, bench_integrations
 from packgraph.bench.rows import Rows
 from packgraph.bench.timing import Deadline
 
@@ -75,7 +75,7 @@ def test_an_unknown_model_is_named():
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text("[]")
-    assert cli.main(["bench", "integrations", "--device", "cpu", "--model", str(file)]) == 2
+    assert main(["integrations", "--device", "cpu", "--model", str(file)]) == 2
     assert "names no model_type" in capsys.readouterr().err
-    assert cli.main(["bench", "integrations", "--ways", "fast"]) == 2
+    assert main(["integrations", "--ways", "fast"]) == 2
     assert "transformers+compile" in capsys.readouterr().err

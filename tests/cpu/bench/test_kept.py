@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from bench_offload import OffloadArguments, OffloadCase
+from offload_measures import kept_for_backward
 
 from packgraph.bench.models import build_part, shape, zero_gradients
-from packgraph.bench.offload import OffloadArguments, OffloadCase
-from packgraph.bench.offload_measures import kept_for_backward
 from packgraph.offloading.plan import CopySpeed
 
 

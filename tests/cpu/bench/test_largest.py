@@ -4,8 +4,8 @@ time is up."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from offload_measures import HeldBytes, most_tokens, search
 
-from packgraph.bench.offload_measures import HeldBytes, most_tokens, search
 from packgraph.bench.timing import Deadline
 
 LOTS = HeldBytes(0.0, 2.0**60)

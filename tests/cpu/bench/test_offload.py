@@ -1,4 +1,4 @@
-"""`packgraph bench offload`: a row for each way, plans that are followed, and the search for what
+"""`bench offload`: a row for each way, plans that are followed, and the search for what
 fits."""
 
 import gc
@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from bench import main
+from bench_offload import OffloadArguments, OffloadCase, OffloadRun
+from offload_measures import copy_ceiling, copy_times, free_host_bytes
 
-from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
-from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
@@ -28,9 +28,7 @@ CPU = torch.device("cpu")
 
 def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     words = "offload --device cpu --layers 3 --min-bytes 1 --rounds 1 --tokens 32 --lost 0.5"
-    assert (
-        bench([*words.split(), "--modules", "core_attn", "mlp_act", "--draw", str(tmp_path)]) == 0
-    )
+    assert main([*words.split(), "--modules", "core_attn", "mlp_act", "--draw", str(tmp_path)]) == 0
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in (kept, everything, planned)] == ["kept", "everything", "planned"]
     assert all(
@@ -74,7 +72,7 @@ def test_ways_that_are_asked_for_are_compared_with_what_is_kept_where_that_is_as
         "--ways"
     )
     for ways in (["kept", "everything"], ["everything"]):
-        assert bench([*words.split(), *ways]) == 0
+        assert main([*words.split(), *ways]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [row["way"] for row in rows] == ways
         assert ("time_ratio" in rows[-1]) == ("kept" in ways)
@@ -92,8 +90,8 @@ def test_a_round_has_as_many_microbatches_as_are_asked_for(capsys, calls):
         drawn.append(count)
         return draw_batches(capacity, count, *others, **more)
 
-    with mock.patch("packgraph.bench.offload.draw_batches", draw):
-        assert bench(words.split()) == 0
+    with mock.patch("bench_offload.draw_batches", draw):
+        assert main(words.split()) == 0
     assert drawn == [calls]
     assert json.loads(capsys.readouterr().out)["reason"] is None
 
@@ -104,7 +102,7 @@ def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing
     with mock.patch.object(
         OffloadCase, "kept_bytes", side_effect=torch.OutOfMemoryError("no room")
     ):
-        bench(words.split())
+        main(words.split())
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "no room" in kept["reason"] and everything["reason"] is planned["reason"] is None
     assert all("ms" in row["figures"] and "time_ratio" not in row for row in (everything, planned))
@@ -115,7 +113,7 @@ def test_pools_of_experts_are_predicted(capsys):
         "offload --device cpu --model moonlight-tiny --layers 2 --min-bytes 1 --rounds 1 --tokens "
         "32"
     )
-    assert bench([*words.split(), "--ways", "kept", "everything"]) == 0
+    assert main([*words.split(), "--ways", "kept", "everything"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 2 and all(
         row["predicted_pool_bytes"] == row["pool_bytes"] > 0 for row in rows
@@ -130,8 +128,8 @@ def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
     )
     error = CaptureError("no room", "here", "none")
     error.__cause__ = torch.OutOfMemoryError("no room")
-    with mock.patch("packgraph.bench.offload.trial_memory", side_effect=error):
-        assert bench(words.split()) == 0
+    with mock.patch("bench_offload.trial_memory", side_effect=error):
+        assert main(words.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(
         row["predicted_pool_bytes"] is None and row["fell_bytes"] is not None for row in rows
@@ -228,7 +226,7 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     with mock.patch.object(
         Deadline, "passed", lambda self: next(passed, True) if self.seconds else False
     ):
-        assert bench([*words.split(), "--seconds", "1000"]) == 0
+        assert main([*words.split(), "--seconds", "1000"]) == 0
     said = capsys.readouterr()
     *_, kept, moved = [json.loads(line) for line in said.out.splitlines()]
     assert kept["way"] == "kept, at least" and kept["tokens"] == 32 and kept["reason"] is None
@@ -252,7 +250,7 @@ def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_
             return True
 
         with mock.patch.object(OffloadCase, "run_once", run_once):
-            bench(words.split())
+            main(words.split())
         *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         for row, way in ((kept, "kept"), (moved, "everything")):
             assert row["tokens"] == most and row["way"] == f"{way}, largest"

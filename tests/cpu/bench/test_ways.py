@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from bench import ALL_WAYS, STEP_WAYS, main
+from bench_memory import _ratios
 from others import GraphedCallables, Recorded, WholeGraph
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -21,7 +22,6 @@ from torch._dynamo.testing import CompileCounter
 from packgraph.bench import variants as ways
 from packgraph.bench.comparison import room_for_code
 from packgraph.bench.compiled import LayerStack, compiled_layers, layers_of
-from packgraph.bench.memory import _ratios
 from packgraph.bench.models import (
     TimedPart,
     build_part,

@@ -9,9 +9,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from bench_padding import DISTRIBUTIONS, lengths_like
 
 from packgraph import cli
-from packgraph.bench.models import DISTRIBUTIONS, lengths_like
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.parallel.context.plan import ContextPlan, _share, lower_bound, plan_context
 from packgraph.parallel.context.request import ContextCost, ContextRequest, fit, powers_of_two

@@ -1,4 +1,4 @@
-"""`packgraph bench pipeline`: whole steps of a pipeline, by every way, on all ranks together.
+"""`bench pipeline`: whole steps of a pipeline, by every way, on all ranks together.
 
 A step's time is that of the slowest rank, from a common start to its own idle device. Two shares
 tell where it goes:
@@ -19,16 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
 import torch
+from rank_comparison import BenchRanks, RankComparison, first_warning, most_gibibytes
 from torch import Tensor
 
-from packgraph.bench.comparison import (
-    BenchRanks,
-    Check,
-    Comparison,
-    Sample,
-    agreement,
-    first_warning,
-)
+from packgraph.bench.comparison import Check, Sample, agreement
 from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import (
     FreshModel,
@@ -39,7 +33,7 @@ from packgraph.bench.models import (
     zero_gradients,
 )
 from packgraph.bench.options import FIRST, ComparedArguments
-from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
+from packgraph.bench.rows import Column, Row, Rows, median, value
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
@@ -59,6 +53,7 @@ from packgraph.parallel.pipeline.schedule import (
     slot_counts,
 )
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.values import Count, option
 
 PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
@@ -77,8 +72,8 @@ COLUMNS: list[Column] = [
     ("idle", value("idle_share", ".1%")),
     ("slots", lambda row: " ".join(str(sum(counts)) for counts in row["slots"] or ()) or "-"),
     ("prepare s", value("prepare_seconds", ".1f")),
-    ("most pool GiB", gibibytes("pool_bytes")),
-    ("most peak GiB", gibibytes("peak_bytes")),
+    ("most pool GiB", most_gibibytes("pool_bytes")),
+    ("most peak GiB", most_gibibytes("peak_bytes")),
     ("loss", agreement),
 ]
 
@@ -233,7 +228,10 @@ class PipelineArguments(ComparedArguments):
 
     def on(self, device_type: str, launch: Launch) -> Self:
         """These options with what is usual for a device and a number of processes put in."""
-        return replace(super().on(device_type, launch), pp=self.pp or launch.world)
+        asked = replace(super().on(device_type, launch), pp=self.pp or launch.world)
+        if problems := asked.refusals(launch):
+            raise ConfigError(problems)
+        return asked
 
     @property
     def ranks(self) -> int:
@@ -298,7 +296,7 @@ def measure_pipeline(
         )
 
 
-class PipelineComparison(Comparison[PipelineWay]):
+class PipelineComparison(RankComparison[PipelineWay]):
     """All ways at one number of tokens, on this rank."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`packgraph bench integrations`: training steps, losses or log-probabilities of a model of
+"""`bench integrations`: training steps, losses or log-probabilities of a model of
 transformers, by transformers alone and through graphs.
 
     transformers           its own forward, loss and autograd; documents are kept apart by

@@ -1,4 +1,4 @@
-"""`packgraph bench shard`: whole training steps on several ranks, sharded or not, beside FSDP2.
+"""`bench shard`: whole training steps on several ranks, sharded or not, beside FSDP2.
 
     block of a round    a step ahead, then `--steps` steps (forward and backward of all
                         microbatches, reduction, clipping, AdamW), then a wait
@@ -30,20 +30,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
+from exchanges import exchange_times
+from rank_comparison import BenchRanks, RankComparison, limited_alike, most_gibibytes
+from shard_ways import OURS, QUIET, RankStep, ShardWay, WayName, make_way
 
-from packgraph.bench.comparison import (
-    BenchRanks,
-    Check,
-    Comparison,
-    Sample,
-    agreement,
-    limited_alike,
-)
+from packgraph.bench.comparison import Check, Sample, agreement
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.options import FIRST, KILO, ComparedArguments
-from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
-from packgraph.bench.shard_ways import OURS, QUIET, RankStep, ShardWay, WayName, make_way
-from packgraph.bench.timing import Deadline, exchange_times, time_calls
+from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, median, value, why
+from packgraph.bench.timing import Deadline, time_calls
 from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS, choose_backend
@@ -65,7 +60,7 @@ COLUMNS: list[Column] = [
     ("step ms", median("step_ms", 1)),
     ("ratio", value("ratio", ".3f")),
     ("host ms", median("host_ms", 1)),
-    ("most peak GiB", gibibytes("peak_bytes")),
+    ("most peak GiB", most_gibibytes("peak_bytes")),
     ("of alone", value("of_alone", ".3f")),
     ("without exchanges ms", value("quiet_ms", ".1f")),
     ("exchanges ms", value("communication_ms", ".1f")),
@@ -141,7 +136,7 @@ def measure_shard(
             )
 
 
-class ShardComparison(Comparison[ShardWay]):
+class ShardComparison(RankComparison[ShardWay]):
     """All ways at one number of tokens a row, on this rank."""
 
     least_rounds, preparing = 1, 0.8

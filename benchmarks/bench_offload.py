@@ -1,4 +1,4 @@
-"""`packgraph bench offload`: activations on the host from inside a chunk graph, against keeping
+"""`bench offload`: activations on the host from inside a chunk graph, against keeping
 them.
 
     kept       nothing moves
@@ -36,6 +36,19 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 import torch
+from bench_memory import Attention
+from offload_measures import (
+    HeldBytes,
+    copy_ceiling,
+    copy_times,
+    free_bytes,
+    free_host_bytes,
+    kept_for_backward,
+    most_tokens,
+    pinned_bytes,
+    pinned_peak_bytes,
+    with_most_bytes,
+)
 from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.comparison import above, attempt_alone, room_for_code
@@ -48,26 +61,9 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
-from packgraph.bench.offload_measures import (
-    HeldBytes,
-    copy_ceiling,
-    copy_times,
-    free_host_bytes,
-    kept_for_backward,
-    most_tokens,
-)
-from packgraph.bench.options import KILO, PART_HELP, Attention, Part, WorkArguments
+from packgraph.bench.options import KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.timing import (
-    Deadline,
-    free_bytes,
-    held_bytes,
-    peak_bytes,
-    pinned_bytes,
-    pinned_peak_bytes,
-    time_block,
-    with_most_bytes,
-)
+from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, time_block
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory

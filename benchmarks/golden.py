@@ -1,5 +1,5 @@
 """Comparison of the rows of a benchmark with stored ones: step time and peak memory
-(`packgraph bench NAME --golden FILE`).
+(`python benchmarks/bench.py NAME --golden FILE`).
 
     row measured now ── same benchmark, way, shapes, documents ──▶ newest stored row
                      ── and the same device                        time and peak at most 5 % more
@@ -10,11 +10,16 @@ fails, as does a row that could be measured once and cannot be measured any more
 """
 
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
+from packgraph.bench.command import Benchmark
+from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Row
+from packgraph.train.config.values import option
 
 ALLOWED = 0.05  # more time or memory than the stored row
 # What a row says of what was asked for; all of it must be equal for figures to be comparable.
@@ -138,3 +143,46 @@ def _most(found: Any) -> float | None:
 def _origin(stored: Row) -> str:
     torch = (stored.get("versions") or {}).get("torch", "unknown")
     return f"; stored at {stored.get('commit', 'unknown')} with torch {torch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenArguments(BenchArguments):
+    """The option of every benchmark of a checkout."""
+
+    golden: Path | None = option(
+        None,
+        "compare step time and peak memory with the rows of this file that the same device has "
+        "measured; exit with 1 where one is more than 5 % worse, or none can be compared",
+        metavar="FILE",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        found = super().problems()
+        if self.golden is not None:
+            try:
+                Golden(self.golden)
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows are as good as the stored ones; prints how they differ to stderr."""
+        if self.golden is None:
+            return True
+        lines, held = Golden(self.golden).compare(rows)
+        print("\n".join(lines), file=sys.stderr)
+        return held
+
+
+def with_golden(benchmark: Benchmark) -> Benchmark:
+    """The benchmark with the option `--golden`."""
+    options = make_dataclass(
+        benchmark.options.__name__,
+        (),
+        bases=(GoldenArguments, benchmark.options),
+        namespace={"__doc__": benchmark.options.__doc__},
+        frozen=True,
+        kw_only=True,
+    )
+    return benchmark._replace(options=options)

@@ -20,16 +20,18 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.memory.allocator import Stretch
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.timing import copy_speed
 
+Result = TypeVar("Result")
 BYTES = 256 * 2**20
 # of the tokens that fit by what a smaller row took: holes in pools do not grow with it alone
 SURE = 0.95
@@ -75,6 +77,36 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # without its graph, in which this is
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of the device that nobody has; 0 on a CPU, where this is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def pinned_bytes(device: torch.device) -> int | None:
+    """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for
+    later; None on a CPU."""
+    return (
+        torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
+    )
+
+
+def pinned_peak_bytes(device: torch.device) -> int | None:
+    """The most of `pinned_bytes` since the last look; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    peak: int = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+    torch.cuda.reset_peak_host_memory_stats()
+    return peak
+
+
+def with_most_bytes(device: torch.device, run: Callable[[], Result]) -> tuple[Result, int | None]:
+    """What `run` returns, and the most bytes of tensors while it runs, which may make pools; None
+    on a CPU."""
+    stretch = Stretch(device) if device.type == "cuda" else None
+    result = run()
+    return result, None if stretch is None else stretch.most_allocated()
 
 
 def kept_for_backward(forward: Callable[[], object], before: Iterable[Tensor]) -> int:

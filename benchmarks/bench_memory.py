@@ -1,4 +1,4 @@
-"""`packgraph bench memory`: what a bank of several buckets in one slot holds.
+"""`bench memory`: what a bank of several buckets in one slot holds.
 
 Against eager's peak in the largest bucket:
 
@@ -12,7 +12,7 @@ Parameters and gradients, which all ways share, are not counted.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
-from packgraph.bench.options import KILO, PART_HELP, Attention, Part, WorkArguments
+from packgraph.bench.options import CAPTURABLE, KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
 from packgraph.bench.variants import Graphed, Way
@@ -36,6 +36,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.values import Count, option
 
+Attention = Annotated[str, ("auto", *CAPTURABLE)]
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")),
     ("way", value("way")),
