@@ -439,6 +439,22 @@ def test_modules_say_what_they_are_for():
 # adds some deletes others, and who deletes some writes the new figure here.
 STATEMENTS = {
     "__init__": 37,
+    "packing": 1053,
+    "graphs": 8252,
+    "ops": 2177,
+    "mamba": 967,
+    "moe": 1971,
+    "offloading": 1435,
+    "parallel": 3553,
+    "models": 1935,
+    "viz": 401,
+    "integrations": 927,
+    "train": 9712,
+    "verification": 930,
+    "bench": 1073,
+    "cli": 358,
+    "tests": 48700,
+    "benchmarks": 4674,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 
