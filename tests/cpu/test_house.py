@@ -453,7 +453,7 @@ STATEMENTS = {
     "verification": 930,
     "bench": 1073,
     "cli": 358,
-    "tests": 48650,
+    "tests": 48680,
     "benchmarks": 4674,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -170,3 +170,40 @@ def test_a_change_of_what_forward_reads_is_seen(case):
             eager.linear.weight.grad, module.linear.weight.grad
         )
     assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
+
+
+def test_a_number_in_host_memory_is_refused():
+    """A kernel takes the number itself, so a graph would keep it."""
+    module = One(lambda m, x: m.linear(x) / m.temperature, temperature=torch.tensor(0.07)).cuda()
+    with pytest.raises(CaptureError, match=r"reads module\.temperature, a tensor on the cpu"):
+        graph(module, warmup=0, strict=True)(on_device())
+    graphed = graph(module, warmup=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackgraphWarning)
+        for _ in range(3):
+            assert torch.equal(graphed(on_device()), module(on_device()))
+            module.temperature.mul_(2)
+
+
+def fills(module, x):
+    hidden = module.linear(x).clone()
+    hidden[x > 0] = 0.5
+    return hidden.square()
+
+
+def one_hot(module, x):
+    return nn.functional.one_hot((x[:, 0] > 0).long(), 4) * module.linear(x)
+
+
+@pytest.mark.parametrize("forward", [fills, one_hot], ids=lambda each: each.__name__)
+def test_what_only_looks_like_a_wait_replays(forward):
+    eager, module = One(forward).cuda(), One(forward).cuda()
+    graphed = graph(module, warmup=1, strict=True)
+    for number in range(4):
+        x = torch.randn(3, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
+        one, other = eager(x), graphed(x)
+        one.square().sum().backward()
+        other.square().sum().backward()
+        assert torch.equal(one, other)
+        assert torch.equal(eager.linear.weight.grad, module.linear.weight.grad)
+    assert graphed.stats.replayed == 3
