@@ -66,7 +66,7 @@ VERSION = 2
 def overlong_of(
     document: PackableDocument, config: DataConfig
 ) -> Literal["error", "split", "drop"]:
-    """Fate of a document longer than every capacity. One that is predicted in part, such as a chat,
+    """Action for a document longer than every capacity. One that is predicted in part, such as a chat,
     is dropped where others are split: an answer is never cut from its prompt."""
     is_text = document.loss_tokens == len(document) - 1
     return "drop" if config.overlong == "split" and not is_text else config.overlong

@@ -217,7 +217,7 @@ def _joined(parts: Sequence[Any], name: str) -> str:
 
 
 def _learned(fields: Mapping[str, Any], role: str, name: str) -> bool:
-    """Verdict of a message's marks; True without any."""
+    """Tells whether marks make a message learned; True without any."""
     said = {}
     for mark, yes in MARKS.items():
         if mark not in fields:
