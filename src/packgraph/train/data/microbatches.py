@@ -66,8 +66,8 @@ VERSION = 2
 def overlong_of(
     document: PackableDocument, config: DataConfig
 ) -> Literal["error", "split", "drop"]:
-    """Action for a document longer than every capacity. One that is predicted in part, such as a chat,
-    is dropped where others are split: an answer is never cut from its prompt."""
+    """Action for a document longer than every capacity. One that is predicted in part, such as a
+    chat, is dropped where others are split: an answer is never cut from its prompt."""
     is_text = document.loss_tokens == len(document) - 1
     return "drop" if config.overlong == "split" and not is_text else config.overlong
 
@@ -509,8 +509,8 @@ class PlannedSteps(Microbatches):
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads as `Microbatches` does. How rows are cut follows from this run, not from the one
-        that the costs were measured in."""
+        """Loads a state as `Microbatches` does. Rows are cut by this run, not by the one that the
+        costs were measured in."""
         self.request = self._estimated
         super().load_state_dict(state)
         if "cost" in state:
