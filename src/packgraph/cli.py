@@ -141,8 +141,7 @@ def _with_clear_errors(command: Callable[[list[str]], int], words: list[str]) ->
 
 
 def _other_errors() -> tuple[type[Exception], ...]:
-    """What commands raise for their users, once something was raised: modules that nothing has
-    imported raise nothing."""
+    """Errors that commands raise for their users, imported only once something was raised."""
     from packgraph.graphs.errors import CaptureError
     from packgraph.models.hf import WeightsError
     from packgraph.parallel.consensus import LostPartnersError
@@ -285,7 +284,7 @@ def _help(usage: str, own: Any) -> int:
 
 
 def _train_help(base: Any, every: bool) -> str:
-    """What `packgraph train --help` prints for the values in `base`; every: `--help all`."""
+    """Text of `packgraph train --help` for the values in `base`; every: `--help all`."""
     from packgraph.train.config.command_line import COMMON, all_options, options_help
 
     which = "Options" if every else "The options that most runs need"

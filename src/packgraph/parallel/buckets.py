@@ -1,5 +1,4 @@
-"""Where every parameter lies in flat buffers: spans in the order in which a backward finishes
-gradients.
+"""Places of parameters in flat buffers: spans in the order in which a backward ends gradients.
 
     registered    embed  layer 0  layer 1  head            (a backward runs from right to left)
     span 0        |head .. layer 1 ..|       first to be complete, first to be reduced

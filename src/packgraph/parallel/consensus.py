@@ -52,12 +52,12 @@ class StoreConsensus:
         self._count = self._modules = 0
 
     def join(self) -> str:
-        """As `Consensus.join`; all ranks call it for their modules in one order."""
+        """See `Consensus.join`; all ranks call it for their modules in one order."""
         self._modules += 1
         return f"module {self._modules}"
 
     def meet(self, place: str, wish: tuple[str, str]) -> str:
-        """As `Consensus.meet`. Waits for the device first: a rank whose host has run ahead would
+        """See `Consensus.meet`. Waits for the device first: a rank whose host has run ahead would
         come to another call's meeting than its exchanges have come to."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -81,11 +81,11 @@ class StoreConsensus:
         return self._store.get(f"{here}/verdict").decode()
 
     def note(self, fact: str) -> None:
-        """As `Consensus.note`."""
+        """See `Consensus.note`."""
         self._store.set(f"packgraph/{self._name}/noted/{fact}/{self._rank}", "")
 
     def all_noted(self, fact: str) -> bool:
-        """As `Consensus.all_noted`."""
+        """See `Consensus.all_noted`."""
         return self._store.check(
             [f"packgraph/{self._name}/noted/{fact}/{rank}" for rank in self._ranks]
         )
@@ -108,7 +108,7 @@ class StoreConsensus:
         )
 
     def _failures(self, what: str) -> dict[int, str]:
-        """What failed, by rank; waits for the votes of all."""
+        """Failures by rank; waits for the votes of all."""
         waiting, failed = list(self._ranks), dict[int, str]()
         began = heard = time.monotonic()
         while waiting:

@@ -211,8 +211,8 @@ class FlatParameters:
                 self._discard(parameter)
 
     def _is_complete(self, number: int) -> bool:
-        """Whether nothing will be added to the gradients of a span. Those of a sharded layer are in
-        what is kept when the layer in front is done, hence when the one before that has begun.
+        """Tells whether a span's gradients are complete. Those of a sharded layer are in what is
+        kept when the layer in front is done, hence when the one before that has begun.
 
         What goes over a group of sharded layers waits for the end of the backward: an eager
         backward gets to it between their exchanges, one by graphs behind those of a whole graph,
@@ -326,7 +326,7 @@ class FlatParameters:
 
     @property
     def shards_layers(self) -> bool:
-        """Whether layers are sharded, so that exchanges of theirs are among those of the spans."""
+        """True if layers are sharded, so that exchanges of theirs are among those of the spans."""
         return any(s.sharded_layer is not None for s in (*self.spans, *self.frozen))
 
     @property

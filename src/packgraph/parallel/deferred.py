@@ -34,7 +34,7 @@ for those with an attribute `in_turn` that is true: they are called in the order
 
 
 def values_of(parameter: Tensor) -> Fill | None:
-    """What will fill `parameter`, None where it has its values."""
+    """Fill of `parameter`, None where it has its values."""
     found: Fill | None = getattr(parameter, _MARK, None)
     return found
 

@@ -23,7 +23,7 @@ from packgraph.parallel.pieces import Part, mark_part, part_of
 
 
 class OwnExperts(Protocol):
-    """What a dispatcher says about the experts of a layer: the first of this rank, and how many."""
+    """Experts of a layer that this rank has: the first of them, and their number."""
 
     first: int
     count: int

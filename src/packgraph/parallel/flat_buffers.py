@@ -112,11 +112,11 @@ class GradientBucket:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its parameters are gathered only: there is no memory for gradients."""
+        """True if its parameters are gathered only: there is no memory for gradients."""
         return not self.gradients.numel() and self.parameters.numel() > 0
 
     def part(self, member: Member, flat: Tensor, first: int = 0) -> Tensor:
-        """What `flat` says about one parameter, without a copy.
+        """Values in `flat` of one parameter, without a copy.
 
         flat: a value for each element of this rank's part from `first` on, or of some of them, with
         all that this rank has of the parameter. Returns a tensor of the parameter's shape where
@@ -147,7 +147,7 @@ class GradientBucket:
 
 
 class _Kind(NamedTuple):
-    """What parameters of one span have in common: `GradientBucket`. shared: copies on other ranks
+    """Key of parameters that may share a span: see `GradientBucket`. shared: copies on other ranks
     of a DTensor's mesh. copies: `Part.copies`. apart: of `FlatParameters`. layer: which has it to
     itself."""
 
@@ -335,7 +335,7 @@ def _make_bucket(
 def _sharers(
     kind: _Kind, parameter: nn.Parameter, ties: Mapping[str, dist.ProcessGroup]
 ) -> dist.ProcessGroup | None:
-    """As in `GradientBucket`. Raises ValueError where two kinds of ranks were to be summed over."""
+    """Returns `GradientBucket.sharers`. Raises ValueError for two kinds of ranks to sum over."""
     if kind.shared and kind.tied is not None:
         raise ValueError(
             f"{kind.tied} is tied to another stage and copied over tensor parallel ranks: split "
@@ -418,8 +418,8 @@ def _place(
 
 
 def _spread(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share
-    of the gradient.
+    """Tells whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a
+    share of the gradient.
 
     Neither for a plain tensor: where there are copies, all ranks compute the same whole gradient.
     """

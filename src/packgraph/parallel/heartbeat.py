@@ -66,7 +66,7 @@ class LostRankError(RuntimeError):
 
 @dataclass
 class Whereabouts:
-    """What a rank says about itself.
+    """Reported state of a rank.
 
     Attributes:
         phase: What it does: boot, start, warm-up, capture, replay, save.
@@ -88,7 +88,7 @@ class Whereabouts:
         self.phase, self.step = phase, step
 
     def together(self, what: str) -> bool:
-        """Whether all ranks have come to say `what`, soon after each other."""
+        """Tells whether all ranks have come to say `what`, soon after each other."""
         return True
 
     def place(self) -> str:
@@ -96,15 +96,15 @@ class Whereabouts:
         return self.phase + (f" (step {self.step})" if self.step else "")
 
     def remedy(self) -> str:
-        """How to go on, for people."""
+        """Message on how to resume."""
         if self.checkpoint:
             return f"The last checkpoint is {self.checkpoint}: go on with --resume"
         return "There is no checkpoint yet: start the run again"
 
 
 class _End(NamedTuple):
-    """Why a run ends. lost: ranks that cannot be told. rank: the one that failed, -1 = one that is
-    lost."""
+    """End of a run, with its reason. lost: ranks that cannot be told. rank: the one that failed, -1
+    = one that is lost."""
 
     text: str
     lost: int
@@ -117,8 +117,8 @@ class _Terminated(SystemExit):
 
 
 class Silence:
-    """How long another rank has said nothing, by this process's clock (seconds). Pure: it is told
-    the time."""
+    """Time in which another rank has said nothing, by this process's clock (seconds). Pure: it is
+    told the time."""
 
     def __init__(self, now: float) -> None:
         self._since = self._last = now
@@ -206,7 +206,7 @@ class Heartbeat(Whereabouts):
             self._moved.set()
 
     def together(self, what: str) -> bool:
-        """As Whereabouts'; waits for half of the patience."""
+        """See `Whereabouts.together`; waits for half of the patience."""
         name, end = f"packgraph/together/{what}", time.monotonic() + self._patience / 2
         self.store.add(name, 1)
         while (
@@ -304,7 +304,7 @@ class Heartbeat(Whereabouts):
                 os._exit(LOST)
 
     def _lost(self, now: float) -> _End | None:
-        """Why the run cannot go on; None while everybody lives."""
+        """Reason why the run cannot go on; None while everybody lives."""
         patience = min(self._patience, BROKEN) if self._broken else self._patience
         if (silence := self._silences["store"].seconds(now)) > self._patience:
             return _End(
@@ -346,7 +346,7 @@ class Heartbeat(Whereabouts):
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that a connection to another rank broke."""
+    """Tells whether an error, or its cause, says that a connection to another rank broke."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:

@@ -1,4 +1,4 @@
-"""Where the ranks of one start meet: keys of their own in a store that may outlive them.
+"""Meeting of the ranks of one start: keys of their own in a store that may outlive them.
 
 torchrun keeps one store for all starts of its ranks, and what an earlier start wrote there stays:
 a beat of a rank that was killed, the reason why a run ended, addresses of processes that are gone.
@@ -89,7 +89,7 @@ def _welcome(store: Any, prefix: str, world: int, over: threading.Event) -> None
 def decided_by_first(
     store: Any, launch: Launch, decide: Callable[[], Result], *errors: type[Exception]
 ) -> Result:
-    """What rank 0 decides, before the processes are connected; one of `errors` is raised on all.
+    """Returns rank 0's decision, before processes are connected; one of `errors` is raised on all.
 
     Args:
         store: Of this start, for one decision; None = there is one process only.
@@ -116,7 +116,7 @@ def decided_by_first(
 
 
 def _get(store: Any, key: str) -> bytes:
-    """What is in a store, as soon as it is there; to wait within the store would hold signals
+    """Returns a store's value as soon as it is there; waiting within the store would hold signals
     back."""
     limit = store.timeout.total_seconds()
     end = time.monotonic() + limit

@@ -1,5 +1,4 @@
-"""Which process does what: one device mesh with the axes (dp, pp, cp, tp), and whatever others a
-layout names.
+"""Device mesh of a run, with the axes (dp, pp, cp, tp) and whatever others a layout names.
 
     rank = ((dp * PP + pp) * CP + cp) * TP + tp         tp is innermost: its ranks talk most and
                                                         share a host
@@ -98,7 +97,7 @@ class Layout:
         return " x ".join(named) or "one rank"
 
     def replicas(self, world: int) -> int:
-        """How many of `world` processes, or groups of them, have packs of their own."""
+        """Number of `world` processes, or groups of them, that have packs of their own."""
         dp = self.dp or max(1, world // self.inner)
         return dp * math.prod(axis.size for axis in self.more if axis.own == "packs")
 
@@ -148,7 +147,7 @@ class Layout:
         return found
 
     def _shard_problems(self, copies: int) -> list[str]:
-        """What keeps blocks of `shard_ranks` of so many copies from sharing layers."""
+        """Lists what keeps blocks of `shard_ranks` of so many copies from sharing layers."""
         size, cp = self.shard_ranks, self.cp
         if self.more:
             named = ", ".join(axis.name for axis in self.more)
@@ -199,21 +198,22 @@ class Layout:
         return {axis: list(groups.values()) for axis, groups in found.items()}
 
     def sharers(self, *, experts: bool = False) -> int:
-        """How many ranks share a layer where layers are sharded, or the `experts` of a layer; the
-        layout must be resolved."""
+        """Number of ranks that share a sharded layer, or the `experts` of a layer; the layout must
+        be resolved."""
         ranks = self.shard_ranks or math.prod(axis.size for axis in self.axes if axis.own)
         if not experts or ranks <= self.cp:
             return ranks
         return self.cp * max(1, ranks // (self.cp * self.ep))
 
     def sharing_replicas(self, *, sharded: bool) -> int:
-        """How many consecutive replicas share experts or, where layers are sharded, layers; the
-        layout must be resolved."""
+        """Number of consecutive replicas that share experts or sharded layers; the layout must be
+        resolved."""
         return max(self.ep, self.sharers() // self.cp) if sharded else self.ep
 
     def sharing_ranks(self) -> dict[str, list[list[int]]]:
-        """Where some copies share layers: the ranks of every group that shares the parts of them
-        (`copies shard`, `expert_copies shard`), and that keeps the same (`copies across`, ...)."""
+        """Returns groups of ranks where some copies share layers: those that share the parts
+        (`copies shard`, `expert_copies shard`), and those that keep the same parts (`copies
+        across`, ...)."""
         found: dict[str, list[list[int]]] = {}
         every = self.replica_ranks()
         block = {r: at // self.shard_ranks for g in every["copies"] for at, r in enumerate(g)}
@@ -280,7 +280,7 @@ class Mesh:
 
     @property
     def tells_loss(self) -> bool:
-        """Whether this rank tells the loss of its tokens: the first of those that know it."""
+        """True if this rank tells the loss of its tokens: the first of those that know it."""
         return not any(self.place[axis.name] for axis in self.layout.axes if not axis.own)
 
     @property
@@ -373,8 +373,8 @@ def _context(size: int) -> str:
 
 
 def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
-    """How many ranks may share a row where it is at most `cp`, and `least` at the fewest: cp and
-    the powers of two that divide it, ascending."""
+    """Numbers of ranks that may share a row, from `least` to `cp`: cp and the powers of two that
+    divide it, ascending."""
     powers = (1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)
     return tuple(size for size in sorted({cp, *powers}) if size >= least)
 

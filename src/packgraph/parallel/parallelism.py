@@ -1,4 +1,4 @@
-"""What a kind of parallelism is to the rest of a run.
+"""Interface of a kind of parallelism to the rest of a run.
 
     options     ParallelConfig      how many ranks; `layout` hands them to the mesh
     mesh        Axis, Layout        whose tokens ranks have, hence who adds up gradients
@@ -40,6 +40,6 @@ class Parallelism:
         axis has one rank. Collective."""
 
     def tried(self, layout: Layout) -> list[Layout]:
-        """What verify tries beside `layout`, whose dp is known: places along dp given to this
-        axis."""
+        """Layouts that verify tries beside `layout`, whose dp is known: this axis takes places of
+        dp."""
         return []

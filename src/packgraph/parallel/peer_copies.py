@@ -107,7 +107,7 @@ class PeerParts:
             self._sums = [peers.of_rank(rank, self._own) for rank in self._others]
 
     def barrier(self) -> None:
-        """As `Peers.barrier`."""
+        """See `Peers.barrier`."""
         self._peers.barrier()
 
     def gather(self) -> Exchange:
@@ -149,24 +149,24 @@ class CudaPeers:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
-        """As `Peers.allocate`."""
+        """See `Peers.allocate`."""
         made = SymmetricMemory(size * dtype.itemsize, self._group, self._device)
         self._memories.append(made)
         return made.memory.view(dtype)
 
     def of_rank(self, rank: int, mine: Tensor) -> Tensor:
-        """As `Peers.of_rank`."""
+        """See `Peers.of_rank`."""
         (memory,) = (memory for memory in self._memories if memory.holds(mine))
         return memory.of_rank(rank, mine)
 
     def barrier(self) -> None:
-        """As `Peers.barrier`."""
+        """See `Peers.barrier`."""
         is_beside = torch.cuda.current_stream(self._device) == self._stream
         self._flags["beside" if is_beside else "main"].barrier()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Exchange]:
-        """As `Peers.beside`."""
+        """See `Peers.beside`."""
         done = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -49,7 +49,7 @@ _MARK = "packgraph_part"
 
 @dataclass(frozen=True)
 class Part:
-    """What a plain parameter is a part of, such as some experts of the stack of all of a layer.
+    """Place of a plain parameter in a larger tensor, such as some experts of a layer's stack.
 
     shape: of the whole, such as [E, ...], under which checkpoints hold it. copies: name of the
     mesh's group of ranks that hold the same part, over which its gradient is summed.
@@ -67,7 +67,7 @@ def mark_part(parameter: nn.Parameter, part: Part) -> None:
 
 
 def part_of(parameter: Tensor) -> Part | None:
-    """What `mark_part` has said, None for a parameter of which every replica has a copy."""
+    """Returns the mark of `mark_part`; None for a parameter of which every replica has a copy."""
     found: Part | None = getattr(parameter, _MARK, None)
     return found
 
@@ -192,8 +192,8 @@ class Pieces(Tensor):
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank has of a tensor. shape: of the whole; rectangles: (offsets, sizes) of the parts
-    held here."""
+    """Parts of a tensor that one rank has. shape: of the whole; rectangles: (offsets, sizes) of the
+    parts held here."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -209,7 +209,7 @@ class Delivery:
 
 
 def deliveries(held: Sequence[Mapping[str, Holding]]) -> dict[str, list[Delivery]]:
-    """Who sends what of every tensor, in order of names as ranks first name them.
+    """Senders of the pieces of every tensor, in order of names as ranks first name them.
 
     held: by rank. What several ranks hold they must hold as equal rectangles. Raises ValueError
     that names a tensor whose rectangles leave a gap or overlap.

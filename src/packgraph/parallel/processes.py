@@ -37,8 +37,8 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process. world: number of processes; local_rank: its number on
-    this host; local_world: number of processes on this host."""
+    """Place of this process, as the launcher told it. world: number of processes; local_rank: its
+    number on this host; local_world: number of processes on this host."""
 
     rank: int = 0
     world: int = 1

@@ -120,7 +120,7 @@ class _Call:
 
 
 class _Backward:
-    """What is known of a running backward: `task`, autograd's number of it.
+    """State of a running backward: `task`, autograd's number of it.
 
     reduces: a call in it does. early: spans may be sent before it ends. waits: nodes that each
     parameter still waits for, by identity. empty: members whose `.grad`
@@ -144,7 +144,7 @@ class _Backward:
 
 
 class Replicas:
-    """What stands behind a replicated module: calling it is calling the graphed module."""
+    """Implementation of a replicated module: calling it is calling the graphed module."""
 
     def __init__(self, graphed: GraphedModule, reduce: Reduce, group: dist.ProcessGroup) -> None:
         self._graphed, self._reduce, self._group = graphed, reduce, group
@@ -256,7 +256,7 @@ class Replicas:
         return run
 
     def _give_up(self, run: _Backward) -> None:
-        """Of a backward that has raised."""
+        """Ends a backward that has raised."""
         run.close()
         if self._flat.launched:
             raise RuntimeError(

@@ -32,7 +32,7 @@ TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_n
 
 
 class UpdatesParts(Protocol):
-    """What `Shards.step` needs of an optimizer."""
+    """Part of an optimizer that `Shards.step` needs."""
 
     def step(self) -> Any: ...
 

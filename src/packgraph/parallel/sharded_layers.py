@@ -331,7 +331,7 @@ class ShardedLayers:
 
 
 class _WithShards:
-    """What the class of a sharded module has beside its own."""
+    """Additions to the class of a sharded module."""
 
     shards: ShardedLayers
 
@@ -348,7 +348,7 @@ class _WithShards:
 
 
 def _keeps_within(run: Callable[[State], State], state: State) -> State:
-    """What `run` makes of the state, and what `leave` has to know."""
+    """Runs `run` and keeps in the state what `leave` has to know."""
     found = run(state)
     return found if _WITHIN in found else {**found, _WITHIN: state[_WITHIN]}
 
@@ -411,7 +411,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _is_reached(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether a backward goes on: a layer may stop the gradient of what it gets."""
+    """Tells whether a backward goes on: a layer may stop the gradient of what it gets."""
     return any(gradient is not None for gradient in gradients)
 
 

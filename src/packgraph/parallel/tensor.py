@@ -175,7 +175,7 @@ def own_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def _styles(rows: Placement) -> dict[str, ParallelStyle]:
-    """How each module is split, by the last part of its name. rows: how hidden states lie between
+    """Styles of modules by the last part of their names. rows: how hidden states lie between
     modules."""
     whole = Replicate()
     styles: dict[str, ParallelStyle] = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def take_turns(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each unit begins, and the elements that all of them need. No two neighbours overlap.
+    """Starts of the units, and the elements that all of them need. No two neighbours overlap.
 
     sizes: elements of the units, in the order in which they are used.
     """

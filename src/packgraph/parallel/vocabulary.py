@@ -61,7 +61,7 @@ def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) 
 
 
 def _filling(legal: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
-    """What stands in rows that no word fills: [T, 1], NaN for an illegal token, 0 otherwise."""
+    """Values of rows that no word fills: [T, 1], NaN for an illegal token, 0 otherwise."""
     return torch.where(legal | padding, 0.0, torch.nan).to(dtype)[:, None]
 
 
@@ -252,7 +252,7 @@ def _below_highest(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_targets(word: Tensor, counted: Tensor, words: int) -> tuple[Tensor, Tensor]:
-    """Whether a row's target is one of this rank's `words`, and its index, else 0: [C, 1]."""
+    """Mask of rows whose target is one of this rank's `words`, and its index, else 0: [C, 1]."""
     ours = counted & (word >= 0) & (word < words)
     return ours, word.masked_fill(~ours, 0)
 

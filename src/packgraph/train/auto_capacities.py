@@ -85,7 +85,7 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
 def bucket_request(
     config: TrainConfig, *, batch: int | None = None, device: torch.device | None = None
 ) -> BucketRequest:
-    """What `config` asks of the planner.
+    """Returns the planner's request for `config`.
 
     batch: documents packed at a time instead of the trainer's stream. device: of the run, where it
     is known; it says which attention kernels there are, and they what a place for a document costs.

@@ -61,14 +61,14 @@ Bucket = Capacity | str
 
 
 class Graphs(Protocol):
-    """What an autotuner has to know of the graphs that it times, and may do to them."""
+    """Graphs as an autotuner sees them: facts that it reads, and what it may do to them."""
 
     def bank(self) -> Sequence[Capacity]:
         """The shapes that graphs are captured for, the same on all ranks; known when they are."""
         ...
 
     def tell_choices(self, choices: dict[str, dict[str, Any]]) -> None:
-        """What was chosen, for `stats`."""
+        """Reports the choices for `stats`."""
         ...
 
     def changes(self) -> tuple[int, int]:
@@ -86,8 +86,8 @@ class Graphs(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """How a bucket is run, and the medians of the slowest rank, in milliseconds, that this follows
-    from; not a number where it could not be timed."""
+    """Way in which a bucket runs, with the slowest rank's median milliseconds that led to it (NaN
+    where it could not be timed)."""
 
     way: Way
     eager: float = math.nan
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """How many times as long the other way takes as the chosen one."""
+        """Time of the other way over that of the chosen one."""
         other, chosen = (
             (self.eager, self.replay) if self.way == REPLAY else (self.replay, self.eager)
         )
@@ -104,7 +104,7 @@ class Choice:
 
 
 def choose(medians: Iterable[tuple[float, float]]) -> Choice:
-    """How to run a bucket from here on.
+    """Chooses how a bucket runs from here on.
 
     medians: of eager and of replay, on every rank; not a number on ranks without a vote.
     """
@@ -216,7 +216,7 @@ class Autotune:
         return _eagerly(FASTER if choice is not None and choice.way == EAGER else None)
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says: for each bucket the way, the median milliseconds of both ways and
+        """Entry of summary.json: for each bucket the way, the median milliseconds of both ways and
         their samples.
 
         Buckets that were not timed often enough so far are replayed, and are not `decided`.
@@ -263,7 +263,7 @@ class Autotune:
             self._captures = captures_after
 
     def _reason(self, bucket: Bucket) -> str | None:
-        """Why what is in `bucket` runs eagerly now, or None."""
+        """Reason why `bucket` runs eagerly now, or None."""
         if bucket not in self._buckets:
             return None  # it has no graphs, and is counted so
         choice = self.choices.get(bucket)
@@ -285,7 +285,7 @@ class Autotune:
         return [bucket for bucket in self._buckets if bucket not in self.choices]
 
     def _missing(self, bucket: Bucket) -> tuple[int, int]:
-        """How many timings of eager and of replay are missing: some replica needs all, and every
+        """Numbers of missing timings of eager and of replay: some replica needs all, and every
         replica enough to have a vote."""
         missing = []
         for way in (EAGER, REPLAY):
@@ -297,8 +297,8 @@ class Autotune:
         return missing[0], missing[1]
 
     def _next_way(self, buckets: set[Bucket]) -> Way | None:
-        """How to run a step of these buckets: what lacks more timings, by turns where both do; None
-        where nothing does."""
+        """Way to run a step of these buckets: the one that lacks more timings, in turn on a tie;
+        None where nothing lacks any."""
         lacking = [self._missing(bucket) for bucket in buckets.intersection(self._open())]
         of_eager, of_replay = (sum(of_way) for of_way in zip(*lacking)) if lacking else (0, 0)
         if of_eager == of_replay:
@@ -362,8 +362,8 @@ class Autotune:
             torch.cuda.empty_cache()  # of the memory of eager steps
 
     def _has_room(self, note: Callable[[str], None]) -> bool:
-        """Whether all ranks can run a step eagerly beside their graphs; ends the timing where they
-        cannot."""
+        """Tells whether all ranks have room for an eager step beside their graphs; else ends the
+        timing."""
         if self._knows_room:
             return True
         self._knows_room = True

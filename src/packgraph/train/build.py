@@ -1,4 +1,4 @@
-"""What a run is made of: this rank's chunks of the model, and what runs them.
+"""Builds this rank's chunks of the model, their optimizer and executor.
 
 Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The invariant: weights
 depend on their names and `run.seed` (or `run.init_from`) alone, neither on the device nor on the
@@ -108,8 +108,8 @@ def make_optimizer(
 def make_executor(
     model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
 ) -> Executor:
-    """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this
-    rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
+    """Makes the executor of `model`'s steps: a loop, one graph of a whole step and its update, or
+    this rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
     runner = _make_runner(model, config, device, mesh)
     executor = Executor(runner, config.graph, device)
@@ -180,5 +180,5 @@ def _build(
 
 
 def _reads_weights(config: TrainConfig) -> bool:
-    """Whether a run starts from weights; else a checkpoint has them all."""
+    """Tells whether a run starts from weights; else a checkpoint has them all."""
     return not config.run.resume or config.lora.enabled

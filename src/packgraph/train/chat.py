@@ -78,7 +78,7 @@ class Chat:
 
     @torch.no_grad()
     def answer(self, prompt: str) -> str:
-        """What the model says to `prompt`."""
+        """Returns the model's answer to `prompt`."""
         if self._is_text:
             ids = self._tokenizer.start(prompt)
         else:

@@ -1,4 +1,4 @@
-"""What graphs of a decoder cost, from its shape alone, before a run has measured anything.
+"""Costs of a decoder's graphs, estimated from its shape before a run has measured anything.
 
 Times are scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (the defaults of
 `CostModel`), so absolute numbers are a guide; which buckets are chosen depends on ratios only.

@@ -42,7 +42,7 @@ LARGEST_LOSS = 700.0  # whose perplexity is a float64
 
 @dataclass
 class Best:
-    """What evaluations have found so far; the state that a checkpoint holds.
+    """Results of evaluations so far; the state that a checkpoint holds.
 
     Attributes:
         identity: Of the documents; other ones have losses of their own.
@@ -99,16 +99,16 @@ class Evaluation:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """True if there is anything to evaluate on."""
         return bool(self.feeds)
 
     def is_due(self, step: int) -> bool:
-        """Whether an evaluation follows this step."""
+        """Tells whether an evaluation follows this step."""
         return self.enabled and step % self._options.every == 0
 
     @property
     def ending(self) -> str | None:
-        """Why the run is to end, for its summary; None where it goes on."""
+        """Reason why the run is to end, for its summary; None where it goes on."""
         if not self.enabled or not 0 < self._options.patience <= self.best.in_vain:
             return None
         return f"{STOPPED_EARLY}: no better evaluation since step {self.best.step or 0}"
@@ -177,7 +177,7 @@ class Evaluation:
         return ["other documents are evaluated on than before: the best loss begins anew"]
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says under `evaluation`. seconds: of all evaluations of this process.
+        """Entry `evaluation` of summary.json. seconds: of all evaluations of this process.
         replayed, fallbacks: forwards of this rank in the last one, as of training."""
         best = {key: value for key, value in vars(self.best).items() if key != "identity"}
         return {**best, "seconds": self._seconds, **vars(self._counts), "last": self._last}

@@ -1,4 +1,4 @@
-"""How the trainer runs its model: through captured graphs, or eagerly when graphs are off.
+"""Runs the trainer's model: through captured graphs, or eagerly when graphs are off.
 
 The first optimizer steps are real and eager. Then one sample microbatch per declared capacity is
 prepared and all graphs are captured at once, largest first, so that memory is the maximum over
@@ -49,9 +49,9 @@ class Counts:
 
 
 class Preparation(Protocol):
-    """What else has to be ready before a step, and what it says of itself in summary.json. A call
-    tells whether graphs are to be captured anew; is_final: whether no call will tell that any more;
-    trial_steps: after the first capture, until a call may tell that."""
+    """Preparation of a step beside the capture, and its entry in summary.json. A call tells whether
+    graphs are to be captured anew; is_final: whether no call will tell that any more; trial_steps:
+    after the first capture, until a call may tell that."""
 
     @property
     def is_final(self) -> bool: ...
@@ -283,7 +283,7 @@ class Executor:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is run within counts neither as replayed nor as run eagerly."""
+        """Counts nothing that runs within, neither as replayed nor as run eagerly."""
         every = [graphed.stats for graphed in self.runner.graphed]
         counts = [(stats, stats.replayed, Counter(stats.fallbacks)) for stats in every]
         try:
@@ -355,7 +355,7 @@ class Executor:
         }
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says about graphs; counts and bytes are those of this process."""
+        """Graph entries of summary.json; counts and bytes are those of this process."""
         pool = {"pool_bytes": self.pool_bytes()} if self.runner.graphed else {}
         tuned = {} if self.autotune is None else self.autotune.summary()
         memory = {} if self.memory is None else {"memory": self.memory.summary(self._measured)}

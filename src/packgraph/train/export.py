@@ -1,4 +1,4 @@
-"""What was trained, as a folder that transformers loads.
+"""Exports what was trained as a folder that transformers loads.
 
     runs/NAME/checkpoints/step-N ─▶ the model, its adapters merged ─▶ config.json, safetensors
                                  ─▶ the adapter alone (`--adapter`) ─▶ adapter_config.json, ...
@@ -148,7 +148,7 @@ def _is_of_its_folder(file: Path) -> bool:
 
 
 def _tokenizer_folder(config: TrainConfig) -> Path | None:
-    """Where the tokenizer's files are; None where there are none."""
+    """Folder of the tokenizer's files, or None."""
     tokenizer = Path(config.data.tokenizer).expanduser()
     if config.data.tokenizer == "bytes" or not tokenizer.exists():
         return None

@@ -110,7 +110,7 @@ class StepFeed:
 
     @property
     def counts(self) -> StreamCounts:
-        """Of the stream after the last step that was taken."""
+        """Counts of the stream after the last step that was taken."""
         return self._counts or StreamCounts.of(self._stream)
 
     def take(self) -> FedStep:

@@ -112,7 +112,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run starts from. config: with its capacities known. notes: what was chosen for it, for
+    """Inputs of a run. config: with its capacities known. notes: what was chosen for it, for
     people. evaluation: by name, the packs that it evaluates on."""
 
     config: TrainConfig
@@ -246,7 +246,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
 
 
 def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
-    """What was set for NCCL, where there are several processes on GPUs. Raises ConfigError."""
+    """Sets NCCL's options for several processes on GPUs; returns notes. Raises ConfigError."""
     if device.type != "cuda" or launch.world == 1:
         return []
     try:
@@ -338,7 +338,7 @@ def _train(
 
 
 def _decide(config: TrainConfig, asked: Collection[str]) -> tuple[TrainConfig, Path, list[str]]:
-    """Whether a run goes on, by which configuration, and where; and notes on that for people.
+    """Decides whether a run goes on, by which configuration, and where, with notes for people.
 
     Raises ConfigError.
     """
@@ -354,8 +354,8 @@ def _decide(config: TrainConfig, asked: Collection[str]) -> tuple[TrainConfig, P
 def closing_lines(
     config: TrainConfig, folder: Path, summary: Mapping[str, Any], launch: Launch
 ) -> list[str]:
-    """How the run in `folder` went, by its summary, and what can be done next. launch: of this
-    process."""
+    """Lines on how the run in `folder` went, by its summary, and what can be done next. launch: of
+    this process."""
     lines = [f"{summary['ended']}: {summary['steps']} steps, summary in {folder / SUMMARY}"]
     if "loss_first" in summary:
         first, last = (
@@ -383,7 +383,7 @@ def closing_lines(
 def next_commands(
     config: TrainConfig, folder: Path, summary: Mapping[str, Any], launch: Launch
 ) -> dict[str, list[str]]:
-    """What can be done after the run in `folder`, with the words of its command."""
+    """Commands for what can be done after the run in `folder`."""
     found: dict[str, list[str]] = {}
     steps, ended = summary["steps"], summary["ended"]
     target = folder / f"weights-step-{steps}"

@@ -89,7 +89,7 @@ def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What will be captured. kept: capacities, smallest first. dropped: those over the budget.
+    """Capacities to capture. kept: capacities, smallest first. dropped: those over the budget.
     banks: the prediction for each chunk of this rank, empty where there is none. notes: what is to
     be said of it.
     """
@@ -105,7 +105,7 @@ class MemoryPlan:
         return sum(bank.pools for bank in self.banks)
 
     def summary(self, measured: int) -> dict[str, Any]:
-        """What summary.json says. measured: bytes that the pools hold."""
+        """Entry of summary.json. measured: bytes that the pools hold."""
         if not self.banks:
             return (
                 {"dropped": [str_of(capacity) for capacity in self.dropped]} if self.dropped else {}
@@ -171,7 +171,7 @@ def plan_memory(
 
 
 class _Failed(NamedTuple):
-    """Why a trace failed, on this rank or another; whether that was for want of memory here."""
+    """Reason why a trace failed, on this rank or another; no_room: for want of memory here."""
 
     what: str
     no_room: bool
@@ -266,7 +266,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_control_groups(root: Path) -> Iterator[int]:
-    """What each limit leaves: of the process's own control group and of those around it."""
+    """Yields what each limit leaves: of the process's own control group and of those around it."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -338,7 +338,7 @@ class Need:
 
 
 def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> Need:
-    """What the run of `config` takes on one rank. Allocates nothing.
+    """Predicts what the run of `config` takes on one rank. Allocates nothing.
 
     Of state on the host counts what stays on the device for sure: `optimizer.resident`, where that
     is a size.
@@ -578,12 +578,12 @@ def _sure_capacity(config: TrainConfig) -> Capacity:
 
 
 def _may_keep_less(config: TrainConfig) -> bool:
-    """Whether a forward may keep less than its layers do one by one."""
+    """Tells whether a forward may keep less than its layers do one by one."""
     return config.graph.compile or bool(config.offload.modules) or config.run.recompute != "none"
 
 
 def _has_pool(config: TrainConfig, device_type: str) -> bool:
-    """Whether graphs take memory beside an eager microbatch; CUDA's allocator gives that back
+    """Tells whether graphs take memory beside an eager microbatch; CUDA's allocator frees it
     before."""
     graph = config.graph
     return (

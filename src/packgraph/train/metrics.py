@@ -38,7 +38,7 @@ MORE = ("data_wait", "skipped", "unlabelled")  # what a summary also reads
 
 
 def finite(value: float) -> float | None:
-    """What JSON has for a number: `value`, or null where it is not finite."""
+    """Returns `value` for JSON, or None where it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -40,7 +40,7 @@ PIECES_BETWEEN = 64
 
 @dataclass(frozen=True)
 class NodeFolders:
-    """Which ranks see the same folder.
+    """Groups of ranks that see the same folder.
 
     Attributes:
         leaders: For each rank, the lowest rank that sees the same folder as it does.
@@ -54,11 +54,11 @@ class NodeFolders:
         return sorted({*self.leaders} - {0})
 
     def is_apart(self, rank: int) -> bool:
-        """Whether a rank does not see the folder of rank 0."""
+        """Tells whether a rank does not see the folder of rank 0."""
         return self.leaders[rank] != 0
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank makes and cleans the folder of a node that is not rank 0's."""
+        """Tells whether a rank makes and cleans the folder of a node that is not rank 0's."""
         return rank != 0 and self.leaders[rank] == rank
 
 
@@ -171,7 +171,7 @@ def write_token(folder: Path) -> str:
 
 
 def sees(path: Path, patience: float) -> bool:
-    """Whether a file that another rank has written by `write_token` appears within `patience`
+    """Tells whether a file that another rank has written by `write_token` appears within `patience`
     seconds."""
     end = time.monotonic() + patience
     while True:
@@ -225,7 +225,7 @@ def _carry(
 def _problem(
     action: Callable[[Path, int, Tensor], None], path: Path, start: int, piece: Tensor
 ) -> str:
-    """Why a piece could not be read or written; empty = it was."""
+    """Reads or writes a piece; returns the reason why that failed, or ""."""
     try:
         action(path, start, piece)
     except OSError as error:

@@ -299,8 +299,9 @@ def _rules(
     matrices: Collection[str],
     done: Callable[[GradientBucket], None],
 ) -> list[UpdateRule]:
-    """What updates which spans. matrices: names of those of hidden layers, which share spans with
-    each other only. done: told of spans whose parameters are new; of others by the end alone."""
+    """Makes the update rules of the spans. matrices: names of those of hidden layers, which share
+    spans with each other only. done: told of spans whose parameters are new; of others by the end
+    alone."""
     if config.name == "adafactor":
         return [Adafactor(updated, config)]
     if config.name == "muon":

@@ -149,7 +149,7 @@ PARALLELISMS: list[Parallelism] = [
 
 
 def _shard_problems(config: TrainConfig) -> list[str]:
-    """What keeps layers from being sharded over the replicas."""
+    """Lists what keeps layers from being sharded over the replicas."""
     parallel, graph = config.parallel, config.graph
     others = {
         "parallel.dynamic_cp": parallel.dynamic_cp,
@@ -187,12 +187,12 @@ def _shares(layout: Layout, name: str) -> list[Layout]:
 
 
 def _has_replicas_alone(layout: Layout) -> bool:
-    """Whether there are replicas, of a whole matrix, that share nothing yet."""
+    """Tells whether there are replicas, of a whole matrix, that share nothing yet."""
     return (layout.dp or 1) > 1 and layout.tp == layout.ep == 1
 
 
 def _pipeline_problems(config: TrainConfig) -> list[str]:
-    """What keeps a run from being cut into pipeline stages."""
+    """Lists what keeps a run from being cut into pipeline stages."""
     model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
     cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
     problems = {
@@ -215,7 +215,7 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
 
 
 def _expert_problems(config: TrainConfig) -> list[str]:
-    """What keeps experts from being shared, and stages of them from being captured, as asked."""
+    """Lists what keeps experts from being shared, or their stages from being captured, as asked."""
     experts, parallel, graph = config.model.experts, config.parallel, config.graph
     if not experts.enabled:
         way = parallel.dispatcher
@@ -258,7 +258,7 @@ def _expert_problems(config: TrainConfig) -> list[str]:
 
 
 def _row_problems(config: TrainConfig) -> list[str]:
-    """What keeps rows from being cut for the ranks of a context as asked."""
+    """Lists what keeps rows from being cut for the ranks of a context as asked."""
     parallel = config.parallel
     found = context_problems(config.model, parallel.cp, parallel.tp, parallel.cp_kind)
     if found:

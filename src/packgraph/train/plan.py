@@ -97,7 +97,7 @@ class PlanArguments(CommandArguments):
     svg: Path | None = option(None, "also draw to this file, with all documents", metavar="FILE")
 
     def problems(self, given: Collection[str]) -> list[str]:
-        """What is wrong with these options together, of which `given` were given."""
+        """Lists what is wrong with these options together, of which `given` were given."""
         alone = [f"--{name.replace('_', '-')}" for name in sorted(WITH_WORLD.intersection(given))]
         if self.world is None:
             return [f"{name}: goes with --world N" for name in alone]
@@ -130,8 +130,7 @@ def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
 def _request(
     config: TrainConfig, asked: PlanArguments
 ) -> tuple[ContextRequest, dict[int, ContextChoice]]:
-    """What is asked of the plan, and how the ranks of its groups share attention. Raises
-    ConfigError."""
+    """Request for the plan, and how the ranks of its groups share attention. Raises ConfigError."""
     assert asked.world is not None
     try:
         request = ContextRequest(
@@ -170,7 +169,7 @@ def _request(
 
 
 def _measured(run: Path, prior: ContextCost) -> ContextCost:
-    """What the summary of a run says that rows cost. Raises ConfigError where it says nothing."""
+    """Reads a run's measured costs of rows from its summary. Raises ConfigError without any."""
     path = run / SUMMARY if run.is_dir() else run
     found = read_json(path).get("context", {})
     coefficients = {name: found.get("cost", {}).get(name) for name in COEFFICIENTS}
@@ -250,8 +249,8 @@ def introduction() -> str:
 
 
 def is_data_plan(words: Sequence[str]) -> bool:
-    """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but
-    options."""
+    """Tells whether `packgraph plan` is asked about data, not about a schedule, which has no words
+    but options."""
     return bool(words) and (
         not words[0].startswith("-")
         or any(

@@ -80,7 +80,7 @@ class PlanMemoryArguments(CommandArguments):
     top: int = option(10, "show so many ways", metavar="N")
 
     def problems(self, given: Collection[str] = ()) -> list[str]:
-        """What is wrong with these options, of which `given` were given."""
+        """Lists what is wrong with these options, of which `given` were given."""
         numbers = ("length", "tflops", "gb_s", "device_gb_s", "world", *WITH_WORLD)
         found = [
             f"--{name.replace('_', '-')}: must be more than 0"
@@ -143,7 +143,7 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
 
 
 def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> RowWork:
-    """What one row costs on one device."""
+    """Estimates the cost of one row on one device."""
     model, tokens = config.model, asked.tokens
     itemsize = 4 if config.run.dtype == "float32" else 2
     forward = _operations(model, tokens, asked.length or tokens) / (asked.tflops * 1e12)
@@ -197,7 +197,7 @@ def _by_offloading(choices: Sequence[MemoryChoice]) -> list[list[MemoryChoice]]:
 
 
 def _automatic(choices: Sequence[MemoryChoice]) -> str:
-    """What `run.recompute = auto` comes to among these, the least recomputation first."""
+    """Tells what `run.recompute = auto` chooses among these, the least recomputation first."""
     chosen = next((choice.recompute for choice in choices if choice.fits), choices[-1].recompute)
     also = "" if any(choice.fits for choice in choices) else ", which does not fit"
     moving = (

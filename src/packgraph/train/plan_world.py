@@ -42,8 +42,8 @@ from packgraph.train.validate import validate
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a rank. tflops: of products, in 10^12 operations a second; the others in 10^9 bytes a
-    second: device: of its memory, copies: to the host, host: to ranks of the same host, of which
+    """Speeds of a rank. tflops: of products, in 10^12 operations a second; the others in 10^9 bytes
+    a second: device: of its memory, copies: to the host, host: to ranks of the same host, of which
     there are `per_host`, net: to others."""
 
     tflops: float
@@ -60,7 +60,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class RowWork:
-    """What one row costs, whole, on one device. forward_s: seconds. again_s: those of the second
+    """Cost of one whole row on one device. forward_s: seconds. again_s: those of the second
     forward, by the kind of recomputation."""
 
     forward_s: float
@@ -144,7 +144,7 @@ def _layouts(config: TrainConfig, world: int) -> Iterator[tuple[Layout, int]]:
 
 
 def _ways_to_shard(layout: Layout, per_host: int) -> Iterator[tuple[Shard, int]]:
-    """What of layers is sharded, and over how many ranks, 0 = all: those of a host, too."""
+    """Yields what of layers is sharded, and over how many ranks, 0 = all: those of a host, too."""
     copies = (layout.dp or 1) * layout.cp
     on_host = sum(first // per_host == 0 for first in _copies(layout)) if copies > 1 else 1
     for shard in SHARDS if copies > 1 else SHARDS[:1]:
@@ -332,7 +332,7 @@ def _whole(config: TrainConfig) -> TrainConfig:
 
 
 def _need(config: TrainConfig, world: int) -> Need:
-    """What the fullest rank holds, one of the first or of the last stage."""
+    """Need of the fullest rank, one of the first or of the last stage."""
     layout = config.parallel.layout()
     last = (layout.pp - 1) * layout.cp * layout.tp
     return max((need_of(config, "cuda", world, rank) for rank in {0, last}), key=lambda n: n.state)

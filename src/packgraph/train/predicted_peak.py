@@ -1,4 +1,4 @@
-"""What a rank holds on its device at the peak of a step, predicted from shapes alone.
+"""Memory of a rank's device at the peak of a step, predicted from shapes alone.
 
     state      weights, gradients, optimizer state: `memory.need_of`
     near       what layers keep for the backward, of all microbatches in flight
@@ -24,8 +24,8 @@ SHARE = 0.9
 
 
 class ActivationBytes(NamedTuple):
-    """Of the fullest rank. moved: what of one row waits on the host. near: what all rows in flight
-    keep on the device. working: what one layer computes again. head: of logits and loss."""
+    """Bytes of the fullest rank. moved: what of one row waits on the host. near: what all rows in
+    flight keep on the device. working: what one layer computes again. head: of logits and loss."""
 
     moved: int
     near: int
@@ -41,7 +41,7 @@ class ActivationBytes(NamedTuple):
 def activation_bytes(
     config: TrainConfig, capacity: Capacity, rows: int, offload: bool
 ) -> ActivationBytes:
-    """What rows of a capacity keep on their way through the layers.
+    """Predicts what rows of a capacity keep on their way through the layers.
 
     Args:
         config: A run whose `run.recompute` is one of KINDS.

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines in a log, both on stderr.
+"""Progress of a run for people: a bar on a terminal, plain lines in a log, both on stderr.
 
 Documents that were cut or left out are said once when it first happens, and counted, so that none
 is lost in silence (`LeftOut`).

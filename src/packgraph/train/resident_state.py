@@ -1,4 +1,4 @@
-"""How much of the optimizer's state stays on the device beside `--optimizer.offload`.
+"""Amount of optimizer state that stays on the device with `--optimizer.offload`.
 
     device   | weights, gradients, activations: `predicted_peak` | state that stays | spare |
     host                                                           the rest of the state
@@ -70,8 +70,8 @@ def without_host_state(config: TrainConfig) -> TrainConfig:
 def planned_state(
     config: TrainConfig, whole: int, peak: int, memory: int | None
 ) -> tuple[int, int]:
-    """Where a planned run keeps its optimizer's state: bytes on the device beside those in `peak`,
-    and bytes on the host.
+    """Bytes of a planned run's optimizer state: on the device beside those in `peak`, and on the
+    host.
 
     Args:
         config: The run.

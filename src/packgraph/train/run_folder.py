@@ -193,7 +193,7 @@ def choose_folder(config: TrainConfig) -> Path:
 
 
 def can_go_on(config: TrainConfig) -> bool:
-    """Whether there is a checkpoint that a run under `--resume auto` goes on from.
+    """Tells whether there is a checkpoint that a run under `--resume auto` goes on from.
 
     Waits for a process that is still writing the run, for the time that a process which was told to
     stop may take.
@@ -219,18 +219,18 @@ def _folder_to_resume(parent: Path, name: str | None, preset: str) -> Path:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is anything in the run's folder to go on from."""
+    """Tells whether the run's folder has anything to go on from."""
     return any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def _was_given_up(folder: Path) -> bool:
-    """Whether a folder holds nothing but the files of a run that ended before its first
+    """Tells whether a folder holds nothing but the files of a run that ended before its first
     checkpoint."""
     return folder.is_dir() and not is_running(folder) and _is_free(folder)
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether there is nothing in a run's folder that another run would destroy."""
+    """Tells whether a run's folder holds nothing that another run would destroy."""
     return not has_checkpoint(folder) and all(
         path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir()
     )
@@ -264,7 +264,7 @@ def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds `folder` by `claimed`."""
+    """Tells whether a process holds `folder` by `claimed`."""
     if not (folder / CLAIM).is_file():  # a pipe would be waited for
         return False
     try:

@@ -1,4 +1,4 @@
-"""How a rank runs the microbatches of an optimizer step.
+"""Runners of a rank's microbatches in an optimizer step.
 
 `MicrobatchRunner` runs them one after another, by a graph for each capacity; `StepRunner`
 (`step_runner.py`) a whole step and its update as one graph; `PipelineRunner` this rank's part of a
@@ -77,7 +77,7 @@ class Runner(Protocol):
 
     @property
     def slots(self) -> Sequence[int]:
-        """Of each chunk: the microbatches in flight."""
+        """Microbatches in flight of each chunk."""
 
     def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
         """Arguments of a call of chunk number `chunk` with this capacity, for capture."""
@@ -170,12 +170,12 @@ class MicrobatchRunner:
             ]
 
     def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
-        """As `Runner.arguments`."""
+        """See `Runner.arguments`."""
         tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
         return sample_batch(capacity).to(self._device), tokens_in_step
 
     def build(self, capacities: Sequence[Capacity]) -> None:
-        """As `Runner.build`."""
+        """See `Runner.build`."""
         for graphed in self.graphed:
             graphed.build([self.arguments(0, capacity) for capacity in capacities])
 
@@ -197,7 +197,7 @@ class MicrobatchRunner:
         before_last: BeforeLast | None = None,
         ways: Ways = GRAPHS,
     ) -> Tensor:
-        """As `Runner.run_step`."""
+        """See `Runner.run_step`."""
         if not self.graphed or not self.replays:
             return accumulate(
                 self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last
@@ -222,11 +222,11 @@ class MicrobatchRunner:
         learning_rate: float,
         ways: Ways = GRAPHS,
     ) -> tuple[Tensor, Tensor]:
-        """As `Runner.train_step`."""
+        """See `Runner.train_step`."""
         return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
-        """As `Runner.evaluate`."""
+        """See `Runner.evaluate`."""
         one = torch.ones((), dtype=torch.int64, device=self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         forward: Callable[..., Tensor] = self.model
@@ -239,7 +239,7 @@ class MicrobatchRunner:
         return total
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
-        """As `Runner.agree_by`."""
+        """See `Runner.agree_by`."""
         for graphed in self.graphed:
             control(graphed).consensus = stage
 
@@ -247,7 +247,7 @@ class MicrobatchRunner:
         """There are none."""
 
     def close(self) -> None:
-        """As `Runner.close`."""
+        """See `Runner.close`."""
         for graphed in self.graphed:
             graphed.close()
 
@@ -315,7 +315,7 @@ class PipelineRunner:
         before_last: BeforeLast | None = None,
         ways: Ways = GRAPHS,
     ) -> Tensor:
-        """As `Runner.run_step`.
+        """See `Runner.run_step`.
 
         before_last: called for each chunk, with the output whose backward is its last and the
         chunk's parameters; not called where a whole step is one graph.
@@ -347,7 +347,7 @@ class PipelineRunner:
         learning_rate: float,
         ways: Ways = GRAPHS,
     ) -> tuple[Tensor, Tensor]:
-        """As `Runner.train_step`; by one replay where graphs hold the update.
+        """See `Runner.train_step`; by one replay where graphs hold the update.
 
         Raises:
             CaptureError: With `strict`, if the step cannot be captured.
@@ -384,7 +384,7 @@ class PipelineRunner:
         return None if result is None else (result[0], result[1])
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
-        """As `Runner.evaluate`; see `Pipeline.evaluate`."""
+        """See `Runner.evaluate` and `Pipeline.evaluate`."""
         one = torch.ones((), dtype=torch.int64, device=self._device)
         if not batches:
             return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -393,28 +393,28 @@ class PipelineRunner:
             return self._pipeline.evaluate(uploaded, one, around)
 
     def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
-        """As `Runner.arguments`."""
+        """See `Runner.arguments`."""
         return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
 
     def build(self, capacities: Sequence[Capacity]) -> None:
-        """As `Runner.build`."""
+        """See `Runner.build`."""
         self._pipeline.build(
             [sample_batch(capacity).to(self._device) for capacity in capacities], self.slots
         )
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
-        """As `Runner.agree_by`."""
+        """See `Runner.agree_by`."""
         for graphed in self.graphed:
             control(graphed).consensus = stage
         self._pipeline.agree_on_steps(replica)
 
     def free_whole_steps(self) -> None:
-        """As `Runner.free_whole_steps`."""
+        """See `Runner.free_whole_steps`."""
         self._pipeline.free_whole_steps()
 
     @property
     def step_stats(self) -> Stats | None:
-        """What graphs of whole steps have done, None where there are none."""
+        """Counts of the graphs of whole steps; None where there are none."""
         return self._pipeline.step_stats
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ _SAME_LIMIT = 60.0  # seconds between the clocks of processes that were started 
 
 
 class StopRequest:
-    """Whether and why a run should stop after its current step.
+    """Request to stop a run after its current step, and its reason.
 
     Attributes:
         reason: A signal's name, or the time limit; empty = nobody has asked.
@@ -41,7 +41,7 @@ class StopRequest:
         return self.has_come()
 
     def has_come(self) -> bool:
-        """Whether anybody has asked, also between two looks for it after a step."""
+        """Tells whether anybody has asked, also between two looks for it after a step."""
         if not self.reason and self._end is not None and time.monotonic() > self._end:
             self.reason, self.code = f"run.max_minutes = {self._limit:g}", TIME_IS_UP
         return bool(self.reason)

@@ -46,7 +46,7 @@ class GoBack(Exception):
 
 
 class Limits(NamedTuple):
-    """What is usual: loss and gradient norm up to these, the norm at least `least_norm`."""
+    """Usual range: loss and gradient norm up to these, the norm at least `least_norm`."""
 
     loss: float = math.inf
     norm: float = math.inf
@@ -75,7 +75,7 @@ class Spikes:
     best_loss: float | None = None
 
     def limits(self, step: int) -> Limits:
-        """What loss and gradient norm of `step` may be."""
+        """Limits of loss and gradient norm at `step`."""
         known = [entry for entry in self.window if entry[0] <= step - LAG]
         if len(known) < LEAST:
             return Limits()
@@ -85,7 +85,7 @@ class Spikes:
         )
 
     def problem(self, step: int, loss: float, norm: float) -> str | None:
-        """What is wrong with a step that is no spike only if this is None, for people."""
+        """Message on what is wrong with a step; None if it is no spike."""
         limits = self.limits(step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss}, gradient norm {norm}"
@@ -155,7 +155,7 @@ class Spikes:
         self.in_a_row = 0
 
     def is_best(self, step: int) -> bool:
-        """Whether the last steps up to `step` had the lowest mean loss of all that were asked
+        """Tells whether the last steps up to `step` had the lowest mean loss of all that were asked
         about; notes it then."""
         losses = [entry[1] for entry in self.window][-BEST_WINDOW:]
         if len(losses) < BEST_WINDOW or self.in_a_row:
@@ -167,7 +167,7 @@ class Spikes:
         return True
 
     def counts(self) -> dict[str, Any]:
-        """What summary.json says."""
+        """Counts for summary.json."""
         return {
             "seen": self.seen,
             "skipped": self.skipped,
@@ -187,7 +187,7 @@ class Spikes:
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> "Spikes":
-        """What `state` was taken of; nothing is known where it is empty."""
+        """Restores the object of `state`; a new one where it is empty."""
         made = Spikes(**{key: value for key, value in state.items() if key != "window"})
         made.window.extend(
             (int(step), float(loss), float(norm)) for step, loss, norm in state.get("window", ())

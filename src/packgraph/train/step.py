@@ -39,7 +39,7 @@ class BeforeLast(Protocol):
 
 
 class StepPack(Protocol):
-    """What all ranks know of each other's packs: a `PackedBatch`, or a `PlannedPack` of it."""
+    """Facts of a pack that all ranks know: a `PackedBatch`, or a `PlannedPack` of it."""
 
     @property
     def capacity(self) -> Capacity: ...
@@ -189,8 +189,8 @@ def accumulate(
 
 @dataclass(frozen=True)
 class MicrobatchAssignment:
-    """How steps are shared out. replicas: ranks, or groups of them, with microbatches of their own;
-    replica: this one.
+    """Assignment of microbatches to replicas. replicas: ranks, or groups of them, with microbatches
+    of their own; replica: this one.
 
     together: replicas that share experts; see `shares`. rank_tokens: of any row, where rows are
     those of groups of a changing size (dynamic context parallelism) and a replica is a rank of dp x

@@ -58,7 +58,7 @@ class StepRunner:
 
     @property
     def replays(self) -> bool:
-        """Whether warm-up is over."""
+        """True if warm-up is over."""
         return self._microbatches.replays
 
     @replays.setter
@@ -72,15 +72,15 @@ class StepRunner:
 
     @property
     def slots(self) -> Sequence[int]:
-        """As `Runner.slots`."""
+        """See `Runner.slots`."""
         return self._microbatches.slots
 
     def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
-        """As `Runner.arguments`."""
+        """See `Runner.arguments`."""
         return self._microbatches.arguments(chunk, capacity)
 
     def build(self, capacities: Sequence[Capacity]) -> None:
-        """As `Runner.build`."""
+        """See `Runner.build`."""
         self._microbatches.build(capacities)
 
     def run_step(
@@ -90,7 +90,7 @@ class StepRunner:
         before_last: BeforeLast | None = None,
         ways: Ways = GRAPHS,
     ) -> Tensor:
-        """As `Runner.run_step`: by graphs of microbatches."""
+        """See `Runner.run_step`; by graphs of microbatches."""
         return self._microbatches.run_step(batches, loss_tokens, before_last)
 
     def train_step(
@@ -101,7 +101,7 @@ class StepRunner:
         learning_rate: float,
         ways: Ways = GRAPHS,
     ) -> tuple[Tensor, Tensor]:
-        """As `Runner.train_step`, in one replay where the step's shapes are in the bank.
+        """See `Runner.train_step`; in one replay where the step's shapes are in the bank.
 
         Raises:
             CaptureError: With `strict`, if the step cannot be captured.
@@ -135,16 +135,16 @@ class StepRunner:
             return loss, norm
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
-        """As `Runner.evaluate`: by graphs of microbatches."""
+        """See `Runner.evaluate`; by graphs of microbatches."""
         return self._microbatches.evaluate(batches, around)
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
-        """As `Runner.agree_by`."""
+        """See `Runner.agree_by`."""
         self._microbatches.agree_by(stage, replica)
         self._consensus, self._exchanges = replica, stage is not alone
 
     def free_whole_steps(self) -> None:
-        """As `Runner.free_whole_steps`."""
+        """See `Runner.free_whole_steps`."""
         if self._whole is not None:
             self._whole.close()
 
@@ -154,7 +154,7 @@ class StepRunner:
         return None if self._whole is None else self._whole.stats
 
     def close(self) -> None:
-        """As `Runner.close`."""
+        """See `Runner.close`."""
         self.free_whole_steps()
         self._microbatches.close()
 
@@ -194,7 +194,7 @@ class StepRunner:
     def _reason_against(
         self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]
     ) -> str | None:
-        """Why this step cannot be a replay, or None; captures it if it is new."""
+        """Reason why this step cannot be a replay, or None; captures it if it is new."""
         reason = undeclared((tokens_in_step, *batches), {}, self._options.captured_capacities())
         if reason is not None:
             return reason

@@ -1,4 +1,4 @@
-"""Where the rows of a run are shown besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Trackers that show a run's rows besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
 Rank 0 alone writes. The invariant: a tracker never decides whether a run goes on. What it raises is
 said once, and it gets no more rows; only the files of TensorBoard, which lie in the run's folder,
@@ -218,7 +218,7 @@ class _Guard:
 
 
 def _tag(name: str) -> str:
-    """What a number is called there: train/loss, eval/loss, eval/loss/SOURCE."""
+    """Name of a number in trackers: train/loss, eval/loss, eval/loss/SOURCE."""
     kind, underscore, rest = name.partition("_")
     return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"
 

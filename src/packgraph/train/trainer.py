@@ -349,7 +349,7 @@ class Trainer:
         return ended
 
     def _saves_on_the_way(self) -> bool:
-        """Whether a checkpoint may be due before the last step."""
+        """Tells whether a checkpoint may be due before the last step."""
         run = self.config.run
         if not run.checkpoint_every:
             return False
@@ -423,7 +423,7 @@ class Trainer:
         return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
     def _must_stop(self, stop: StopRequest) -> bool:
-        """Whether the run ends here, also because a checkpoint could not be written. Several
+        """Tells whether the run ends here, also because a checkpoint could not be written. Several
         processes find out together, from the numbers of a finished step."""
         return self._wants_to_stop(stop) if self.mesh.world == 1 else self._others_stopped
 
@@ -513,9 +513,9 @@ class Trainer:
     def _numbers(
         self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool
     ) -> Tensor:
-        """What is to be known of a step, float32 [5 + D] on the device: loss, norm, how many
-        processes want to stop, whether the step changed nothing because experts lacked room, or
-        because of a spike, and the losses of further tokens."""
+        """Figures of a step, float32 [5 + D] on the device: loss, norm, how many processes want to
+        stop, whether the step changed nothing because experts lacked room, or because of a spike,
+        and the losses of further tokens."""
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(self._wants_to_stop(stop)))
@@ -673,7 +673,7 @@ class Trainer:
         )
 
     def _position_after(self, step: int) -> dict[str, Any]:
-        """Where the data were after `step`, one of the newest."""
+        """Position of the data after `step`, one of the newest."""
         return self._positions.get(step) or self.feed.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
@@ -700,7 +700,7 @@ class Trainer:
         return summary
 
     def _graphs(self) -> dict[str, Any]:
-        """What graphs did since the start of the run, in all processes that went on with it one
+        """Counts of graphs since the start of the run, in all processes that went on with it one
         after another."""
         return add_counts(self._graphs_before, self.executor.totals())
 

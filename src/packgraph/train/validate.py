@@ -1,4 +1,4 @@
-"""What the sections of a run's configuration must agree on, all reasons at once."""
+"""Checks the sections of a run's configuration against each other, all reasons at once."""
 
 from packgraph.graphs.stages import scope_errors
 from packgraph.models.decoder import named_stages
@@ -97,7 +97,7 @@ def validate(
 
 
 def _rule_problems(config: TrainConfig, world: int) -> list[str]:
-    """What keeps the rule of `optimizer.name` from the parameters as ranks have them."""
+    """Lists what keeps the rule of `optimizer.name` from the parameters as ranks have them."""
     layout, name = config.parallel.layout(), config.optimizer.name
     copies = max(1, world // (layout.pp * layout.tp))
     muon = name == "muon"
@@ -116,7 +116,7 @@ def _rule_problems(config: TrainConfig, world: int) -> list[str]:
 
 
 def _host_state_problems(config: TrainConfig) -> list[str]:
-    """What keeps the optimizer's state from the host."""
+    """Lists what keeps the optimizer's state from the host."""
     name, resident = config.optimizer.name, config.optimizer.resident
     if not config.optimizer.offload:
         alone = f"optimizer.resident = {resident} is of a state on the host: say optimizer.offload"
@@ -132,7 +132,7 @@ def _host_state_problems(config: TrainConfig) -> list[str]:
 
 
 def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
-    """What keeps the update of the weights from being part of a graph, when that is asked for."""
+    """Lists what keeps the weights' update from being part of a graph, when that is asked for."""
     if not (config.graph.enabled and config.graph.optimizer):
         return []
     parallel, granularity = config.parallel, config.graph.granularity

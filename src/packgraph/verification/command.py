@@ -78,8 +78,8 @@ def verify_command(
 def verify_problems(
     config: TrainConfig | None, steps: int | None, world: int, *, one_process: bool, apart: bool
 ) -> list[str]:
-    """Why nothing could be compared, or not in this way, in `world` processes; else as
-    `verify_command`."""
+    """Lists why `world` processes cannot compare anything, or not in this way. Other arguments are
+    those of `verify_command`."""
     problems = []
     if steps is not None and steps < 1:
         problems.append(f"--steps must be at least 1, got {steps}")

@@ -139,7 +139,7 @@ class ComparedRun:
         batches: Sequence[PackedBatch],
         make: Callable[[Sequence[PackedBatch]], Made],
     ) -> Made:
-        """What `make` makes of this replica's share of the step, from this run's random states;
+        """Result of `make` for this replica's share of the step, from this run's random states;
         captures if due.
 
         Raises RuntimeError when the step does not fit into the room for experts after several
@@ -188,11 +188,11 @@ class ComparedRun:
         return whole | _by_place(gathered)
 
     def stored(self) -> dict[str, Tensor]:
-        """What checkpoints hold of parameters and buffers, by name."""
+        """Parameters and buffers as checkpoints hold them, by name."""
         return self.model.stored(self.optimizer.flat.gathered())
 
     def reduced_gradients(self) -> dict[str, Tensor]:
-        """What this rank has of the gradients of the whole step, by name; to be read before the
+        """This rank's part of the gradients of the whole step, by name; to be read before the
         optimizer's step.
 
         That step reduces once more, which gives the same: a reduction starts from what the

@@ -24,7 +24,7 @@ REFERENCE = "the eager run of packgraph.verify"
 
 @dataclass(frozen=True)
 class Verification:
-    """What `packgraph.verify` found. True where all was equal and something was replayed.
+    """Result of `packgraph.verify`. True where all was equal and something was replayed.
 
     Attributes:
         steps: Optimizer steps that were compared, the one that differs included.

@@ -122,7 +122,7 @@ class Distance:
 
     @property
     def good(self) -> bool:
-        """Whether it is within its limit; NaN is not."""
+        """True if it is within its limit; NaN is not."""
         return self.size <= self.limit
 
 
@@ -139,7 +139,7 @@ class OneProcessReport:
 
     @property
     def good(self) -> bool:
-        """Whether something was compared and every distance is within its limit."""
+        """True if something was compared and every distance is within its limit."""
         return self.steps > 0 and all(distance.good for distance in self.distances.values())
 
     def note(self, kind: str, step: int, name: str, size: float) -> None:
@@ -313,8 +313,8 @@ class Found:
 
 @dataclass(frozen=True)
 class RanksReport:
-    """What the ranks of a run have found. ranks: the report of each; one_process: None when it was
-    not asked for."""
+    """Results of a run's ranks. ranks: the report of each; one_process: None when it was not asked
+    for."""
 
     title: str
     ranks: tuple[VerifyReport, ...]
@@ -322,7 +322,7 @@ class RanksReport:
 
     @property
     def good(self) -> bool:
-        """Whether every rank is good, and the run is that of one process where that was
+        """True if every rank is good, and the run is that of one process where that was
         compared."""
         return all(report.good for report in self.ranks) and (
             self.one_process is None or self.one_process.good

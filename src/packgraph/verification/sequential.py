@@ -76,7 +76,7 @@ DIFFERS = (
 
 @dataclass(frozen=True)
 class Digest:
-    """What is kept of a tensor, on the host."""
+    """Digest of a tensor, on the host."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -193,7 +193,7 @@ def verify_sequential(
     budget: Callable[[int], int] | None = None,
     progress: VerificationProgress = SILENT,
 ) -> VerifyReport:
-    """As `verify`, with one run in memory at a time.
+    """Variant of `verify` with one run in memory at a time.
 
     open_packs: the packs from their beginning; called once for each run, and must give the same
     both times.

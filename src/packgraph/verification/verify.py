@@ -87,7 +87,8 @@ SILENT = VerificationProgress(lambda text: None)
 
 @dataclass
 class VerifyReport:
-    """What was compared. differences: kind → the first difference, for kinds that differ.
+    """Comparison of a graph run with an eager one. differences: kind → the first difference, for
+    kinds that differ.
 
     rows: how many of the microbatches had which capacity, those of all ranks. made_again: how often
     a step of the graph run was made once more because experts lacked room.
@@ -104,13 +105,13 @@ class VerifyReport:
 
     @property
     def good(self) -> bool:
-        """Whether everything was equal and graphs were replayed, more often than calls were eager
+        """True if everything was equal and graphs were replayed, more often than calls were eager
         for want of one."""
         return not self.differences and self.shows
 
     @property
     def shows(self) -> bool:
-        """Whether it was graphs that were compared."""
+        """True if it was graphs that were compared."""
         return self.replayed > self.fallbacks.get(CAPTURE_FAILED, 0)
 
     def compare(
@@ -132,7 +133,7 @@ class VerifyReport:
         self.rows.update(batch.capacity for batch in step.batches)
 
     def read_counts(self, graph: ComparedRun) -> None:
-        """What the graph run has replayed and made again."""
+        """Reads what the graph run has replayed and made again."""
         totals = graph.executor.summary()
         self.replayed, self.fallbacks, self.made_again = (
             totals["replayed"],

@@ -30,8 +30,8 @@ Bin = tuple[int, list[int]]  # ranks that share it, documents
 
 @dataclass(frozen=True)
 class Opening:
-    """What a plan begins with. chain: sizes that divide one another, ascending. smallest: of them,
-    the least size of any row. bins: rows that are larger than that. alone: other documents, longest
+    """Beginning of a plan. chain: sizes that divide one another, ascending. smallest: of them, the
+    least size of any row. bins: rows that are larger than that. alone: other documents, longest
     first. least_us: no rank's time can be less than this with these bins, in the microsteps they
     were made for.
     """
@@ -192,7 +192,7 @@ class ContextAssignment:
         return row
 
     def step_us(self, row: OpenRow) -> float:
-        """What one more document costs `row` in places (0 if there is one free)."""
+        """Cost of a place for one more document in `row` (0 if there is one free)."""
         if len(row.documents) < row.places:
             return 0.0
         return (self.request.places_for(row.places + 1) - row.places) * self.place_us[row.size]

@@ -88,8 +88,8 @@ def lower_bound(
 
 
 def _groups(lengths: Sequence[int], request: ContextRequest, extra: dict[int, float]) -> float:
-    """What groups that hold these documents cost at least; extra: what a row of each size costs
-    each of its ranks."""
+    """Lower bound of the cost of groups that hold these documents; extra: what a row of each size
+    costs each of its ranks."""
     larger = [size for size in request.sizes if size > request.sizes[0]]
     if not lengths:
         return 0.0
@@ -166,8 +166,8 @@ class ContextPlan:
 
     @cached_property
     def starts(self) -> tuple[tuple[float, ...], ...]:
-        """When each rank starts its row, in µs: [microstep][rank]. A group starts when the last of
-        its ranks is free."""
+        """Starts of each rank's row, in µs: [microstep][rank]. A group starts when the last of its
+        ranks is free."""
         clocks, found = [0.0] * self.request.world, []
         for microstep in self.microsteps:
             row = [0.0] * self.request.world

@@ -1,5 +1,5 @@
-"""What is asked of dynamic context parallelism, ranks, their token budget, legal group sizes and
-places for documents, and what one packed row costs the ranks that share it.
+"""Requests to dynamic context parallelism (ranks, their token budget, legal group sizes and places
+for documents), and the cost of one packed row for the ranks that share it.
 
 W = 8 ranks, L tokens each        a group of c ranks is an aligned block of c consecutive ranks
 0 1 2 3 4 5 6 7                   and runs one row of at most c·L tokens:
@@ -107,7 +107,7 @@ class ContextCost:
         return sum((getattr(self, name) * count for name, count in counts.items()), start=0.0)
 
     def base_us(self, size: int, tokens: int) -> float:
-        """What does not depend on documents."""
+        """Part of the cost that does not depend on documents."""
         return self.row_us(size, tokens, 0, 0.0)
 
     def place_us(self, size: int, tokens: int) -> float:
@@ -120,7 +120,7 @@ class ContextCost:
         return self.attention_us / size
 
     def counts(self, size: int, tokens: int, places: int, pairs: float) -> dict[str, float]:
-        """How often such a row pays each coefficient."""
+        """Times that such a row pays each coefficient."""
         shared, zigzag = size > 1, size > 1 and size in self.zigzag
         return {
             "microbatch_us": 1.0,

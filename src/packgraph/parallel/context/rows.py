@@ -29,7 +29,7 @@ from packgraph.parallel.mesh import Mesh
 def context_choice(
     config: Any, ranks: int, heads_split: int = 1, wish: ContextWish = "auto"
 ) -> ContextChoice:
-    """How `ranks` ranks share attention in a decoder of `config`. Arguments are those of
+    """Chooses how `ranks` ranks share attention in a decoder of `config`. Arguments are those of
     `context_problems`.
 
     Raises ValueError where they cannot share it as wished.

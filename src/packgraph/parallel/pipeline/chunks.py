@@ -1,4 +1,4 @@
-"""Which layers belong to which virtual pipeline stage.
+"""Assignment of layers to virtual pipeline stages.
 
 A pipeline is as fast as its slowest stage, so stages are cut by what layers cost: layers of a
 hybrid differ, and with a large vocabulary the head weighs as much as several of them.

@@ -66,8 +66,8 @@ class InFlight:
         self._sending: list[tuple[Transfer, torch.Tensor]] = []
 
     def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Where to receive activations of `like`'s shape: the slot's own input memory when a graph
-        reads it there."""
+        """Buffer for receiving activations of `like`'s shape: the slot's own input memory when a
+        graph reads it there."""
         buffer = self.handle.buffer("hidden") if self.handle is not None else None
         self.hidden = (
             torch.empty(like.shape, dtype=like.dtype, device=like.device)
@@ -77,7 +77,7 @@ class InFlight:
         return self.hidden
 
     def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Where to receive the gradient of `out`."""
+        """Buffer for receiving the gradient of `out`."""
         buffer = self.handle.gradient_buffer() if self.handle is not None else None
         self.gradient = (
             torch.empty(like.shape, dtype=like.dtype, device=like.device)
@@ -91,7 +91,7 @@ class InFlight:
         self._sending.append((transfer, tensor))
 
     def delivered(self) -> bool:
-        """Whether all sends are done."""
+        """Tells whether all sends are done."""
         return all(transfer.is_completed() for transfer, _ in self._sending)
 
     def finish(self) -> None:
@@ -123,7 +123,7 @@ class Arrival(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What a graph of a whole step holds beside its microbatches.
+    """Contents of a whole step's graph beside its microbatches.
 
     begin: comes before the first of them. before_last: as of `Pipeline.step`, in captures. finish:
     makes the result of a step of its loss, by collectives of all ranks.
@@ -223,7 +223,7 @@ class Pipeline:
 
     @property
     def step_stats(self) -> Stats | None:
-        """What the graphs of whole steps have done, if they are in use."""
+        """Counts of the graphs of whole steps, if they are in use."""
         return self._whole.stats if self._whole is not None else None
 
     def build(self, samples: Sequence[PackedBatch], slots: Sequence[int]) -> bool:
@@ -385,7 +385,7 @@ class Pipeline:
         reason: str | None = None,
         strict: bool = False,
     ) -> bool:
-        """Whether every rank has captured this step; collective."""
+        """Tells whether every rank has captured this step; collective."""
         asked = fallback.bypass_reason()
         reason = asked or self._reason or reason
         if reason is not None:  # the others hear of it, and capture nothing without this rank

@@ -78,7 +78,7 @@ class Links:
 
     @property
     def connects_all(self) -> bool:
-        """Whether there are no other ranks."""
+        """True if there are no other ranks."""
         return self.size == (dist.get_world_size() if dist.is_initialized() else 1)
 
     @contextlib.contextmanager

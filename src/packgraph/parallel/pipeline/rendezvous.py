@@ -1,4 +1,4 @@
-"""Where sends and receives stand between the actions of a schedule, so that no order of waiting can
+"""Schedule of sends and receives between the actions of a pipeline, so that no order of waiting can
 stop the ranks.
 
 Both ends of a transfer can be made to wait for each other: a device that is drained (a kernel

@@ -61,7 +61,7 @@ class Saves:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background has failed, and nobody was told yet."""
+        """True if the save in the background has failed and nobody was told yet."""
         return self._outcome.error is not None
 
     def prepare(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:

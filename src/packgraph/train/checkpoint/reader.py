@@ -190,7 +190,7 @@ def check_extents(found: metadata.Metadata, sizes: dict[str, int], path: Path) -
 
 
 def _incomplete(found: metadata.Metadata) -> Iterator[str]:
-    """What is wrong with the chunks of tensors and the places of their bytes."""
+    """Faults of the chunks of tensors and of the places of their bytes."""
     expected: set[tuple[str, tuple[int, ...]]] = set()
     for name, entry in found.state_dict_metadata.items():
         if (
@@ -235,7 +235,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def covers(shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether chunks (offsets and sizes) fill a tensor of `shape` with neither gap nor overlap."""
+    """Tells whether chunks (offsets and sizes) fill a tensor of `shape` without gap or overlap."""
     dims = range(len(shape))
     for offsets, sizes in chunks:
         if (

@@ -49,7 +49,7 @@ def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) 
 
 
 def how_to_go_on(folder: Path, newest: str, learning_rate: float) -> str:
-    """What to do after training went wrong, for people.
+    """Advice on how to resume after training went wrong.
 
     Args:
         folder: Of all checkpoints.

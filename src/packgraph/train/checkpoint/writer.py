@@ -495,7 +495,7 @@ def _write_tensors(
 
 
 def _short_of_space(folder: Path, failure: BaseException) -> str:
-    """Why torch could not write: its own writer says where its bytes ended, not that the disk is
+    """Reason why torch could not write: its writer says where its bytes ended, not that the disk is
     full."""
     said = _shown(failure)
     try:

@@ -125,7 +125,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 class ParsedArguments(NamedTuple, Generic[T]):
-    """What the words of a command say.
+    """Options read from the words of a command.
 
     own: options of the command itself. given: which of them were given. overrides: those of a
     configuration, with everything that was wrong so far.

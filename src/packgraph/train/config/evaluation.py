@@ -1,4 +1,4 @@
-"""When a run evaluates its model, and on which documents."""
+"""Options of evaluation: its steps and its documents."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What is trained: a model of transformers as it is, and adapters instead of all weights."""
+"""Options of fine-tuning: a model of transformers, and adapters trained instead of all weights."""
 
 from dataclasses import dataclass
 
@@ -59,5 +59,5 @@ class LoraConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
+        """True if adapters are trained instead of all weights."""
         return self.rank > 0

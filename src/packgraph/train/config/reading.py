@@ -50,7 +50,7 @@ class ConfigError(ValueError):
         )
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
-        """What other ranks raise it from."""
+        """Pickles the problems alone."""
         return type(self), (self.problems,)
 
 
@@ -100,7 +100,7 @@ def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
 
 
 def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
-    """As `read_config`; what is wrong goes to `problems`, and `base` decides there."""
+    """Variant of `read_config` that adds what is wrong to `problems`, and keeps `base` there."""
     paths = known_paths(base)
     values: dict[str, Any] = {}
     for layer in layers:
@@ -154,7 +154,7 @@ def _collect(
 
 
 def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
-    """What to say of an option of earlier versions: files may name it still."""
+    """Reports an option of earlier versions: files may name it still."""
     silent, why = RETIRED[path]
     told = f"{layer.place(path)}: no longer an option, {why}"
     if layer.text:
@@ -169,8 +169,7 @@ def _first_key(section: str, known: Sequence[str]) -> str:
 
 
 def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
-    """What to say of a key that is not known: an unknown section of a file once, of options each of
-    its keys."""
+    """Reports an unknown key: an unknown section of a file once, of options each of its keys."""
     if not isinstance(value, Mapping):
         near = nearest(path, known)
         shown = f"--{near.replace('_', '-')}" if layer.text else near

@@ -1,4 +1,4 @@
-"""What a training run can be told: one small frozen dataclass for each part.
+"""Options of a training run: one small frozen dataclass for each part.
 
 Every field has a default in its preset, a type that `train/config/reading.py` reads from files and
 options, and one line of help in the docstring of its class (`name: help`), which is what
@@ -128,7 +128,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How microbatches are packed into static shapes and which parts run as captured graphs.
+    """Options of graphs: the static shapes of microbatches, and the parts that are captured.
 
     enabled: capture and replay graphs; false trains eagerly.
     backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
@@ -185,7 +185,7 @@ class GraphConfig:
             budget_bytes(self.memory_budget, total=1)
 
     def is_autotuned(self, device_type: str) -> bool:
-        """Whether graphs are timed against eager on a device of this type (`cpu` or `cuda`)."""
+        """Tells whether graphs are timed against eager on this device type (`cpu` or `cuda`)."""
         return device_type == "cuda" if self.autotune == "auto" else self.autotune
 
     def captured_capacities(self) -> list[Capacity]:
@@ -217,7 +217,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a run is spread over the processes that torchrun starts.
+    """Spread of a run over the processes that torchrun starts.
 
     dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
     cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
@@ -345,7 +345,7 @@ class ParallelConfig:
 
     @property
     def context_sizes(self) -> tuple[int, ...]:
-        """How many ranks may share a row with dynamic_cp, ascending."""
+        """Numbers of ranks that may share a row with dynamic_cp, ascending."""
         return context_sizes(self.cp, self.min_cp)
 
     @property
@@ -355,7 +355,7 @@ class ParallelConfig:
 
     @property
     def shards(self) -> bool:
-        """Whether layers are sharded over the replicas."""
+        """True if layers are sharded over the replicas."""
         return self.known_shard != "none"
 
     @property
@@ -367,7 +367,7 @@ class ParallelConfig:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether hidden states are a part of the rows on each tensor parallel rank."""
+        """True if each tensor parallel rank has a part of the rows of hidden states."""
         return self.sequence and self.tp > 1
 
     @property
@@ -378,7 +378,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run is written, how long it is and what it runs on.
+    """Options of the run itself: its folder, its length and its device.
 
     name: folder of the run under `folder`; none = the preset's name, made unique by a number.
     folder: folder that holds all runs.
@@ -480,7 +480,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketConfig:
-    """What graph.capacities = auto may choose.
+    """Bounds on the choice of graph.capacities = auto.
 
     max_tokens: tokens of the largest capacity, and so of the longest document that is not cut or
         dropped.
@@ -509,9 +509,8 @@ class BucketConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Which activations wait in pinned host memory between forward and backward, to fit longer
-    rows. Until there is a plan all that may move does, so the host needs room for what `modules`
-    save.
+    """Activations that wait in pinned host memory between forward and backward, to fit longer rows.
+    Until there is a plan all that may move does, so the host needs room for what `modules` save.
 
     modules: activations that may move to the host; of attn_norm, qkv_linear, core_attn, attn_proj,
         mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act, and of layer_input, with
@@ -561,7 +560,7 @@ class OffloadConfig:
         return None if self.budget is None else budget_bytes(self.budget, None)
 
     def knobs(self) -> OffloadKnobs:
-        """As plans take them. Raises ValueError with all reasons."""
+        """Options as plans take them. Raises ValueError with all reasons."""
         return OffloadKnobs(
             fraction=self.fraction,
             min_bytes=self.min_bytes,
@@ -586,7 +585,7 @@ SOURCES: dict[str, Literal["jsonl", "parquet", "text"]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where documents come from, how they become tokens and how they are packed.
+    """Options of data: the source of documents, the tokenizer and how documents are packed.
 
     source: where documents come from; stdlib = the source code of Python's own library (no
         download), jsonl = one JSON object a line with text or chat messages, text = a folder of
@@ -729,7 +728,7 @@ class TrainConfig:
 
     @property
     def replicas_in_step(self) -> bool:
-        """Whether all replicas run as many microbatches, of equal capacity at a time: they share
+        """True if all replicas run as many microbatches, of equal capacity at a time: they share
         layers, or the graph of a step holds its update."""
         return self.parallel.shards or self.graph.optimizer
 

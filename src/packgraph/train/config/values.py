@@ -59,8 +59,7 @@ def printable(text: str) -> str:
 
 
 def text_problem(text: str) -> str | None:
-    """Why `text` is no name, path or word that can be written to files and terminals; None if it is
-    one."""
+    """Reason why `text` cannot be a name, path or word in files and terminals, or None."""
     for place, letter in enumerate(text):
         if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
             what = (
@@ -73,7 +72,7 @@ def text_problem(text: str) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Why no file or folder can have this path; None if one can."""
+    """Reason why no file or folder can have this path, or None."""
     problem = text_problem(path)
     if problem is None and len(os.fsencode(path)) > LONGEST_PATH:
         problem = (
@@ -112,7 +111,7 @@ def option(default: Any, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandArguments:
-    """What every command takes."""
+    """Options of every command."""
 
     help: Literal["short", "all"] | None = option(
         None, "explain this command", metavar="", bare="short"
@@ -120,7 +119,7 @@ class CommandArguments:
 
 
 def is_section(value: Any) -> bool:
-    """Whether a field's value is a nested section (and not a leaf such as a Capacity)."""
+    """Tells whether a field's value is a nested section (and not a leaf such as a Capacity)."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, Capacity))
 
 

@@ -186,8 +186,8 @@ class ChatTemplate:
         return self._render(messages, "the chat", {}, asks=True)[0]
 
     def ending(self, special: frozenset[str]) -> str:
-        """What ends an answer, such as <|im_end|>: what the template writes behind it, else the
-        special token that begins what the user says next; "" where there is neither."""
+        """Text that ends an answer, such as <|im_end|>: what the template writes behind it, else
+        the special token that begins what the user says next; "" where there is neither."""
         return self._ending or self._next_speaker(special)
 
     @functools.cached_property

@@ -62,7 +62,7 @@ class DataArguments(CommandArguments):
     )
 
     def config(self, *, names_source: bool = True) -> DataConfig:
-        """What is read and how; by the ending of its path if no source is named. Raises
+        """Options of the data; the path's ending names the source if nothing else does. Raises
         ConfigError."""
         named = SOURCES.get(Path(self.path or "").suffix.lower())
         try:

@@ -144,8 +144,8 @@ class JsonLinesSource:
             stamp.check(os.fstat(stream.fileno()), file)
 
     def _is_good(self, content: bytes, where: str) -> bool:
-        """Whether a line is a document; counted if not. Raises BadDocumentError if bad ones are not
-        left out."""
+        """Tells whether a line is a document, and counts it if not. Raises BadDocumentError if bad
+        ones are not left out."""
         try:
             document = self._parse(content, where)
             if document.row is not None:
@@ -356,7 +356,7 @@ def _columns(file: str) -> list[str]:
 
 
 def _why(files: list[str], path: str, error: Exception) -> str:
-    """Which file `datasets` could not read, which does not say so itself, and why."""
+    """Names the file that `datasets` could not read (it does not say so itself), and the reason."""
     import pyarrow.parquet
 
     for file in files:

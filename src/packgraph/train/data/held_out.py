@@ -59,11 +59,11 @@ class Selected:
 
     @property
     def made(self) -> TokenizerName | None:
-        """As `StoredSource`; None where the source is none."""
+        """Tokenizer of a `StoredSource`; None for other sources."""
         return self._source.made if isinstance(self._source, StoredSource) else None
 
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `StoredSource`; only where the source is one."""
+        """See `StoredSource.lengths`; only where the source is one."""
         assert isinstance(self._source, StoredSource)
         return self._source.lengths(self._indices[indexes])
 
@@ -78,7 +78,7 @@ class Selected:
         return self._source.largest_id
 
     def check_unchanged(self) -> None:
-        """As that of the whole source."""
+        """Checks the whole source."""
         self._source.check_unchanged()
 
     def fingerprint(self) -> str:
@@ -94,7 +94,7 @@ class Split(NamedTuple):
 
 
 def is_held_out(indices: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """Whether documents with these indices are held out: `share` of them, by a hash.
+    """Tells which documents with these indices are held out: `share` of them, by a hash.
 
     Source of the hash: the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
     """
@@ -159,7 +159,8 @@ def first_tokens(
 
 
 def open_for_evaluation(config: TrainConfig, source: DocumentSource, tokenizer: Tokenizer) -> Split:
-    """What a run trains on and what it evaluates on. source: of `data`. Raises DataError."""
+    """Opens the documents of training and those of evaluation. source: of `data`. Raises
+    DataError."""
     options, names = config.eval, tuple(config.data.weights())
     if options.share:
         found = split(source, options.share, names)
@@ -182,7 +183,7 @@ def open_for_evaluation(config: TrainConfig, source: DocumentSource, tokenizer: 
 
 
 def _data_of(path: str, data: DataConfig) -> DataConfig:
-    """How the documents at `path` are read."""
+    """Options of the documents at `path`."""
     where = Path(path).expanduser()
     known: Kind | None = SOURCES.get(where.suffix.lower())
     if (where / MANIFEST).is_file():
@@ -201,8 +202,8 @@ def _data_of(path: str, data: DataConfig) -> DataConfig:
 
 
 def evaluation_stream(data: DataConfig) -> DataConfig:
-    """How documents to evaluate on are packed: once each, as those of training, whatever the seed
-    of the order is, and without workers. Where they come from is known already."""
+    """Options by which documents to evaluate on are packed: once each, as those of training,
+    whatever the seed of the order is, and without workers. Their source is known already."""
     return replace(
         data,
         source="stdlib",

@@ -1,4 +1,4 @@
-"""What is known of the next documents of a stream without reading them, looked up many at a time.
+"""Lengths of the next documents of a stream, looked up many at a time without reading them.
 
     order of the epoch   i0 i1 i2 ...      one look-up for AHEAD of them: arrays of tokens and loss
                          └── chunk ──┘     tokens, then lists, of which `run` gives pieces

@@ -66,8 +66,8 @@ VERSION = 2
 def overlong_of(
     document: PackableDocument, config: DataConfig
 ) -> Literal["error", "split", "drop"]:
-    """What becomes of a document longer than every capacity. One that is predicted in part, such
-    as a chat, is dropped where others are split: an answer is never cut from its prompt."""
+    """Action for a document longer than every capacity. One that is predicted in part, such as a
+    chat, is dropped where others are split: an answer is never cut from its prompt."""
     is_text = document.loss_tokens == len(document) - 1
     return "drop" if config.overlong == "split" and not is_text else config.overlong
 
@@ -202,11 +202,11 @@ class Microbatches:
         return self._source.bad + self._bad
 
     def _new_window(self) -> WaitingDocuments:
-        """Where documents wait to be packed."""
+        """Makes the window of waiting documents."""
         return PackingWindow[Waiting](self._capacities)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, JSON-able, to be taken between two packs."""
+        """State of the stream, JSON-able, to be taken between two packs."""
         return {
             "version": VERSION,
             "identity": self.identity(),
@@ -265,8 +265,7 @@ class Microbatches:
             self._bad.load_state_dict(state["bad"])
 
     def _damage(self, state: dict[str, Any]) -> str | None:
-        """What is wrong with a state, without regard to whether it is of these data; None if
-        nothing is."""
+        """Returns what is wrong with a state, of these data or not; None if nothing is."""
         own = self.state_dict()
         missing = sorted(own.keys() - state.keys() - {"bad", "cost"})
         if missing:
@@ -339,7 +338,7 @@ class Microbatches:
         return True
 
     def _nothing_usable(self) -> str:
-        """Why an epoch gave no document to train on, and what to do."""
+        """Explains why an epoch gave no document to train on, and what to do."""
         reasons = [f"{self.empty_documents} are empty"] if self.empty_documents else []
         if self.report.dropped_documents:
             reasons.append(
@@ -360,7 +359,7 @@ class Microbatches:
         return read_tokenized(self._source, index, self._tokenizer)
 
     def _take(self, index: int) -> TokenizedDocument:
-        """As `_read`, of the document whose turn it is."""
+        """Reads the document whose turn it is."""
         return self._read(index) if self._ahead is None else self._ahead.take(self._order)
 
     def interrupt(self) -> None:
@@ -376,7 +375,7 @@ class Microbatches:
     def _parts(
         self, index: int, read: Callable[[int], TokenizedDocument]
     ) -> list[PackableDocument]:
-        """What document `index` of the source puts into the window. read: tokenizes it."""
+        """Parts of document `index` of the source that go into the window. read: tokenizes it."""
         try:
             found = read(index)
         except BadDocumentError as error:
@@ -472,7 +471,7 @@ class PlannedSteps(Microbatches):
         return PlannedOnly(self)
 
     def plan_step(self) -> list[PlannedPack]:
-        """As `next_step`, without reading tokens."""
+        """Variant of `next_step` that reads no tokens."""
         while (wanted := self._wanted()) > 0 and self._add_next(wanted):
             pass
         waiting = self._waiting
@@ -496,7 +495,7 @@ class PlannedSteps(Microbatches):
 
     @property
     def is_measured(self) -> bool:
-        """Whether plans go by costs that were measured, not by estimates."""
+        """True if plans go by measured costs, not by estimates."""
         return self.request is not self._estimated
 
     def plan_by(self, cost: ContextCost) -> None:
@@ -504,23 +503,23 @@ class PlannedSteps(Microbatches):
         self.request = replace(self._estimated, cost=cost)
 
     def state_dict(self) -> dict[str, Any]:
-        """As Microbatches, with the costs that were measured, if any were."""
+        """State as that of `Microbatches`, with the measured costs, if any."""
         return super().state_dict() | (
             {"cost": vars(self.request.cost)} if self.is_measured else {}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As Microbatches. How rows are cut follows from this run, not from the one that the costs
-        were measured in."""
+        """Loads a state as `Microbatches` does. Rows are cut by this run, not by the one that the
+        costs were measured in."""
         self.request = self._estimated
         super().load_state_dict(state)
         if "cost" in state:
             self.plan_by(ContextCost(**state["cost"] | {"zigzag": self._estimated.cost.zigzag}))
 
     def summary(self) -> dict[str, Any]:
-        """Of all steps that this process has made (`count`): balance, the lower bound of a step's
-        time over its prediction, and how many rows were shared by how many ranks; by which costs
-        the last of them were planned."""
+        """Statistics of this process's steps (`count`): balance, the lower bound of a step's time
+        over its prediction; rows by number of ranks; the costs that the last step was planned
+        by."""
         if not self._balances:
             return {}
         return {
@@ -532,8 +531,7 @@ class PlannedSteps(Microbatches):
         }
 
     def _wanted(self) -> int:
-        """How many documents are missing at least, until they fill a step and a window of others
-        waits behind them."""
+        """Least number of documents missing to fill a step and a window behind it."""
         assert self.request.microsteps is not None
         room = self.request.microsteps * self.request.world * self.request.tokens
         return self._config.window - self._waiting.behind(room)
@@ -550,7 +548,7 @@ class PlannedOnly:
         self._steps = steps
 
     def next_step(self) -> list[PlannedPack]:
-        """As `PlannedSteps.plan_step`."""
+        """See `PlannedSteps.plan_step`."""
         return self._steps.plan_step()
 
 
@@ -577,7 +575,7 @@ class InOrder:
         return iter(self.documents)
 
     def behind(self, tokens: int) -> int:
-        """How many documents wait behind the first ones that have `tokens` tokens together."""
+        """Number of documents that wait behind the first ones with `tokens` tokens together."""
         return len(self) - bisect_left(self._through, tokens) - 1
 
     def keep(self, places: Sequence[int]) -> None:

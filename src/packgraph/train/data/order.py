@@ -47,13 +47,13 @@ class OrderPlace(NamedTuple):
 
 
 def is_count(value: Any, limit: int) -> bool:
-    """Whether a value of a state is a whole number from 0 to `limit`."""
+    """Tells whether a value of a state is a whole number from 0 to `limit`."""
     return type(value) is int and 0 <= value <= limit
 
 
 class PartOrder:
-    """Where one part is: its epoch, the position in it, how many of its documents were usable in
-    it, and tokens so far."""
+    """Position in one part: its epoch, the place in it, the documents found usable in it, and
+    tokens so far."""
 
     def __init__(self, part: SourcePart, number: int, first: int, seed: Sequence[int]) -> None:
         """number: of this part. first: index of its first document in the source. seed: of its
@@ -108,7 +108,7 @@ class PartOrder:
 
 
 class DocumentOrder:
-    """Which document comes next, over all parts of a source."""
+    """Order in which documents come, over all parts of a source."""
 
     def __init__(self, parts: Sequence[SourcePart], seed: int, epochs: int | None) -> None:
         """epochs: passes over the source, which has one part then; None = endless."""
@@ -135,12 +135,12 @@ class DocumentOrder:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the part whose turn it is has come to the end of its epoch."""
+        """True if the part whose turn it is has come to the end of its epoch."""
         return self._turn.position == self.documents
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are over."""
+        """True if all epochs are over."""
         return self._epochs is not None and self._turn.epoch >= self._epochs
 
     @property
@@ -160,7 +160,7 @@ class DocumentOrder:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one part only."""
+        """True if there is one part only."""
         return len(self._parts) == 1
 
     def upcoming(self, most: int) -> NDArray[np.int64]:
@@ -197,7 +197,7 @@ class DocumentOrder:
         self._choose()
 
     def damage(self, state: Mapping[str, Any], *, bounded: bool) -> list[str]:
-        """What is wrong with a state. bounded: positions are of these parts."""
+        """Lists what is wrong with a state. bounded: positions are of these parts."""
         if len(self._parts) == 1:
             found = [(name, state[name], self.documents) for name in COUNTS[:3]]
             return [

@@ -217,7 +217,7 @@ def _joined(parts: Sequence[Any], name: str) -> str:
 
 
 def _learned(fields: Mapping[str, Any], role: str, name: str) -> bool:
-    """What marks say of a message; True without any."""
+    """Tells whether marks make a message learned; True without any."""
     said = {}
     for mark, yes in MARKS.items():
         if mark not in fields:
@@ -303,7 +303,8 @@ def _preference(row: Mapping[str, Any], where: str) -> SourceDocument:
 
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many characters or messages two answers begin with; a space before words is theirs."""
+    """Length of two answers' common start (characters or messages), without a space before
+    words."""
     pairs = zip(chosen, rejected, strict=False)
     shared = next(
         (place for place, (one, other) in enumerate(pairs) if one != other),
@@ -326,8 +327,8 @@ def valid_text(value: Any, name: str) -> str:
 
 
 def row_notes(documents: DocumentSource) -> list[str]:
-    """What is to be said of the first rows: columns that are not read, and that of a preference the
-    chosen answer alone is learned."""
+    """Notes on the first rows: columns that are not read, and that of a preference the chosen
+    answer alone is learned."""
     unread, preference = dict[str, str](), ""
     for index in range(min(len(documents), LOOKED_AT)):
         try:

@@ -155,7 +155,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class ShardWork:
-    """What a worker has: the opened source, which tokenizer, and where shards go."""
+    """Work of a worker: the opened source, the tokenizer's name, and the shards' folder."""
 
     config: DataConfig
     source: DocumentSource
@@ -187,7 +187,7 @@ class ShardWork:
             return []
 
     def check(self, number: int) -> str | None:
-        """What is wrong with a shard that is written; None if nothing is."""
+        """Problem of a written shard, or None."""
         for name, expected in self.manifest.shards[number].files.items():
             try:
                 check_file(self.folder / name, expected)

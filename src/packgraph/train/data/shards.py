@@ -62,7 +62,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What the manifest says of a shard. rows: documents of the source, of which `bad` were left
+    """Facts of the manifest about a shard. rows: documents of the source, of which `bad` were left
     out. files: by name."""
 
     number: int
@@ -93,7 +93,7 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards was made from, and its shards so far.
+    """Origin of a folder of shards, and its shards so far.
 
     Attributes:
         tokenizer: Fingerprint of the tokenizer.
@@ -124,12 +124,12 @@ class Manifest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shards are written."""
+        """True if all shards are written."""
         return len(self.shards) == self.count
 
     @property
     def token_type(self) -> np.dtype[Any]:
-        """Of token files."""
+        """Dtype of token files."""
         return np.dtype(f"<u{self.token_bytes}")
 
     def rows_of(self, number: int) -> range:
@@ -207,7 +207,7 @@ def damaged(path: Path, what: str) -> DataError:
 
 
 def encode_targets(document: Document) -> tuple[int, bytes]:
-    """What a document may predict, as its kind and the bytes of the file of targets."""
+    """Encodes what a document may predict as its kind and the bytes of the file of targets."""
     targets = document.targets
     if targets is None:
         return ALL, b""
@@ -283,7 +283,7 @@ class Shard:
         return found
 
     def predicts_all(self, number: int) -> bool:
-        """Whether all tokens of document `number` are to be predicted."""
+        """Tells whether all tokens of document `number` are to be predicted."""
         return self._kinds.item(number) == ALL
 
     def read(self, number: int) -> Document:
@@ -352,11 +352,11 @@ class StoredDocument:
 
     @property
     def predicts(self) -> bool:
-        """As `Document.predicts`."""
+        """See `Document.predicts`."""
         return self.loss_tokens > 0
 
     def part(self, start: int, stop: int) -> "StoredDocument":
-        """As `Document.part`; targets are read where they are of the document's own."""
+        """See `Document.part`; reads targets where the document has its own."""
         start, stop = self.start + start, self.start + stop
         part = StoredDocument(self.shard, self.number, start, stop, stop - start - 1)
         if not self.shard.predicts_all(self.number):
@@ -405,7 +405,7 @@ class ShardSource:
         )
 
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `StoredSource`."""
+        """See `StoredSource.lengths`."""
         tokens, loss_tokens = self.lengths_of_rows[:, indexes].astype(np.int64)
         return tokens, loss_tokens
 
@@ -444,7 +444,7 @@ class MixtureSource:
         return self._sources[place][index - int(self._first[place])]
 
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `StoredSource`."""
+        """See `StoredSource.lengths`."""
         found = np.zeros((2, len(indexes)), np.int64)
         places = np.searchsorted(self._first, indexes, "right") - 1
         for place in np.unique(places):

@@ -1,4 +1,4 @@
-"""What a source of documents is: a finite list with access by index; and the errors of data.
+"""Sources of documents, finite lists with access by index, and the errors of data.
 
 Access by index is what makes a run resumable: the position of a run in its data is a handful of
 integers, whatever the source. Nothing is tokenized here.
@@ -119,7 +119,7 @@ class SourceDocument:
 
 @runtime_checkable
 class StoredSource(Protocol):
-    """What a `DocumentSource` of stored tokens has besides: lengths of many documents at once.
+    """Addition to a `DocumentSource` of stored tokens: lengths of many documents at once.
 
     made: the tokenizer that all of them were stored with; None where there is no such one.
     """

@@ -65,8 +65,8 @@ def read_row(row: Mapping[str, Any], where: str) -> list[Document]:
 
 
 def documents_of_row(row: Mapping[str, Any], where: str, vocab_size: int) -> list[Document]:
-    """As `read_row`, and raises BadDocumentError for ids and labels that the tokenizer does not
-    have."""
+    """Variant of `read_row` that raises BadDocumentError for ids and labels unknown to the
+    tokenizer."""
     documents = read_row(row, where)
     check_largest(largest_id(documents), where, vocab_size)
     return documents
@@ -328,7 +328,7 @@ def _without_repeated_ends(encoding: Any) -> tuple[Ids, list[tuple[int, int]]]:
 
 
 def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Any:
-    """Which tokens are within spans of characters, bool. One that also covers the border before a
+    """Marks the tokens within spans of characters, bool. One that also covers the border before a
     span is predicted from what stands before alone: it counts."""
     ends = np.array(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
     said = np.zeros(len(ends), dtype=bool)
@@ -403,12 +403,12 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def is_made_by(made: TokenizerName | None, tokenizer: Tokenizer) -> bool:
-    """Whether stored tokens are of this tokenizer."""
+    """Tells whether stored tokens are of this tokenizer."""
     return made is not None and made.fingerprint == tokenizer.fingerprint
 
 
 def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[PackableDocument]:
-    """What `document` is to be packed as: what `tokenizer` makes of it, or what was stored.
+    """Returns what is packed of `document`: the tokens of `tokenizer`, or those that were stored.
 
     Raises DataError where it was stored by another tokenizer.
     """
@@ -425,7 +425,7 @@ def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[Packab
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """What one document of a source is to be packed as.
+    """One document of a source, ready to be packed.
 
     Attributes:
         where: The place that it came from.
@@ -449,7 +449,7 @@ def read_tokenized(source: DocumentSource, index: int, tokenizer: Tokenizer) -> 
 
 
 def _why_unlabelled(document: SourceDocument) -> str:
-    """Why nothing of `document` is to be predicted, naming its place."""
+    """Reason why nothing of `document` is to be predicted, naming its place."""
     if document.messages is not None:
         return f"{document.where}: no assistant turn that is learned, nothing to predict"
     if document.row is not None:
@@ -461,7 +461,7 @@ def _why_unlabelled(document: SourceDocument) -> str:
 
 
 def tokenizer_notes(source: DocumentSource, tokenizer: Tokenizer) -> list[str]:
-    """What is to be said of how text becomes tokens, by the first document."""
+    """Notes on how text becomes tokens, by the first document."""
     notes = []
     try:
         first = source[0]

@@ -134,7 +134,8 @@ def serve(pipe: Connection, work: Work) -> None:
 def _outcomes(
     thread: Executor, source: DocumentSource, indices: Sequence[int], tokenizer: Tokenizer
 ) -> list[Outcome]:
-    """Of a batch. thread: keeps whatever error a document meets, so that this process goes on."""
+    """Outcomes of a batch. thread: keeps whatever error a document meets, so this process goes
+    on."""
     outcomes: list[Outcome] = []
     kind = np.dtype("int32" if tokenizer.vocab_size <= 2**31 else "int64")
 
@@ -229,7 +230,7 @@ class TokenizerProcess:
         )
 
     def in_words(self) -> str:
-        """How a lost worker ended."""
+        """Tells how a lost worker ended."""
         self.process.join(SECONDS)
         code = self.process.exitcode
         if code is None:
@@ -265,7 +266,7 @@ class ComingDocuments:
 
     @property
     def place(self) -> OrderPlace | None:
-        """Of the document that was taken last, or is the first; None at the end of the data."""
+        """Place of the document taken last, or of the first; None at the end of the data."""
         return self.batches[0].places[self.at] if self.batches else None
 
 

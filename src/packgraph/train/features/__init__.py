@@ -1,1 +1,1 @@
-"""What a run has to know of each feature; the features themselves have rooms of their own."""
+"""Glue between the trainer and each feature; the features have packages of their own."""

@@ -67,7 +67,7 @@ from packgraph.train.random_state import random_states, set_random_states
 
 
 def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
-    """How ranks share attention, for every number of ranks over 1 that may share a row of the run.
+    """Maps each number of ranks over 1 that may share a row to how they share attention.
 
     Raises ValueError where that cannot be, which `validate` finds first.
     """
@@ -78,8 +78,7 @@ def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
 
 
 def choices_of(config: TrainConfig, sizes: Iterable[int]) -> dict[int, ContextChoice]:
-    """How ranks share attention of the run's model, for each of these numbers of ranks over 1; see
-    `context_choices`."""
+    """Variant of `context_choices` for `sizes`, those over 1."""
     parallel = config.parallel
     return {
         size: context_choice(config.model, size, parallel.tp, parallel.cp_kind)
@@ -103,12 +102,12 @@ def places_multiple(config: TrainConfig) -> int:
 
 
 def context_notes(config: TrainConfig) -> list[str]:
-    """What people are to know of rows that are cut in zigzag; nothing where none is."""
+    """Notes on rows that are cut in zigzag; none where no row is."""
     return notes_of(context_choices(config))
 
 
 def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
-    """What people are to know of rows that are cut in zigzag; nothing where none is."""
+    """Notes on rows that are cut in zigzag; none where no row is."""
     cut = {size: choices[size] for size in zigzag_sizes(choices)}
     why = "; ".join(f"{size} ranks: {choice.reason}" for size, choice in cut.items())
     return (
@@ -175,8 +174,8 @@ def with_context_buckets(config: TrainConfig) -> TrainConfig:
 
 
 def context_request(config: TrainConfig, world: int, device: torch.device) -> ContextRequest:
-    """What the plan of a step is asked for. world: processes of the run. device: says which
-    attention kernels run.
+    """Request for the plan of a step. world: processes of the run. device: says which attention
+    kernels run.
 
     A step has as many microbatches as its tokens fill (`run.tokens_per_step`, rounded up).
     """
@@ -235,8 +234,7 @@ def context_cost(
 
 
 def context_problems_of_run(config: TrainConfig) -> list[str]:
-    """What keeps the ranks of a row from changing from microbatch to microbatch, all reasons at
-    once."""
+    """Lists all that keeps the ranks of a row from changing from microbatch to microbatch."""
     parallel, graph = config.parallel, config.graph
     if not parallel.dynamic_cp:
         fixed = {
@@ -292,7 +290,7 @@ Slowest = Callable[[float], float]
 
 
 class RunsSteps(Protocol):
-    """What of an executor rows are timed by."""
+    """Part of an executor by which rows are timed."""
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int) -> object:
         """Forward and backward of microbatches."""
@@ -302,8 +300,8 @@ class RunsSteps(Protocol):
 
 
 def is_wanted(wish: bool | str, device: torch.device, deterministic: bool) -> bool:
-    """Whether to time rows. wish: as of `parallel.time_rows`; auto = on CUDA, where times mean
-    something, and not in a run that is to give the same bits again, since other times may make
+    """Tells whether to time rows. wish: as of `parallel.time_rows`; auto = on CUDA, where times
+    mean something, and not in a run that is to give the same bits again, since other times may make
     other plans."""
     return device.type == "cuda" and not deterministic if wish == "auto" else bool(wish)
 
@@ -424,8 +422,8 @@ def slowest_rank(mesh: Mesh) -> Slowest:
 def put_back(
     modules: Sequence[nn.Module], executor: RunsSteps, device: torch.device
 ) -> Iterator[None]:
-    """What is run within leaves gradients alone behind: buffers, random states and the executor's
-    counts are put back.
+    """Restores buffers, random states and the executor's counts after what runs within; gradients
+    alone stay.
 
     Nothing may be in flight.
     """

@@ -58,9 +58,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class LiveShape:
-    """What is known of a model before it has memory. linear: last names of its linear layers but
-    the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
-    in float8."""
+    """Facts of a model before it has memory. linear: last names of its linear layers but the head.
+    in_float8: reasons why, in a precision, all layers but so many at both ends cannot be in
+    float8."""
 
     sizes: dict[str, Any]
     stages: Sequence[Stage]
@@ -183,7 +183,7 @@ def live_layer(path: str) -> ConfigLayer:
 
 
 def live_problems(config: TrainConfig) -> list[str]:
-    """What a run of a model of transformers is asked for and cannot do."""
+    """Lists what a run of a model of transformers is asked for and cannot do."""
     if config.hf.path is None:
         return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
     parallel = config.parallel

@@ -38,7 +38,7 @@ OWN_LINEAR = frozenset(
 
 
 def lora_problems(config: TrainConfig) -> list[str]:
-    """What keeps a run from training adapters as asked."""
+    """Lists what keeps a run from training adapters as asked."""
     if not config.lora.enabled:
         return []
     model, parallel = config.model, config.parallel

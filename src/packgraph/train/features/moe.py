@@ -110,8 +110,7 @@ class ExpertBalance:
             gate.load.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What a run that goes on needs beside the biases: `balance.NAME.step_load` of each gate
-        that has one."""
+        """State of a run beside the biases: `balance.NAME.step_load` of each gate that has one."""
         return {
             f"balance.{name}.step_load": gate.step_load
             for name, gate in zip(self._names, self._gates, strict=True)
@@ -120,8 +119,8 @@ class ExpertBalance:
 
 
 def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
-    """What keeps ranks on devices of this type from exchanging tokens through each other's memory,
-    if they are to."""
+    """Lists what keeps ranks on devices of this type from exchanging tokens through each other's
+    memory, if they are to."""
     parallel = config.parallel
     if not config.model.experts.enabled or parallel.dispatcher_name != "symmetric":
         return []
@@ -146,8 +145,8 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
 def make_buffers(
     chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
 ) -> Buffers | None:
-    """What the layers with experts of `chunks`, this rank's, exchange tokens through; None where
-    they need nothing.
+    """Makes the buffers through which this rank's layers with experts exchange tokens; None where
+    they need none.
 
     Collective over the ranks that share experts. Raises ConfigError where there is no such memory.
     """

@@ -58,7 +58,7 @@ FOLDER = "offload"
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned for one chunk. measured: what it was planned by, with all microbatches in
+    """Offload plan of one chunk. measured: what it was planned by, with all microbatches in
     flight."""
 
     measured: OffloadTrace
@@ -196,7 +196,7 @@ class TrainerOffloading:
             self.planned_by = "graphs"
 
     def _agree(self, problems: list[str], told: bool = False) -> list[bool]:
-        """What all ranks have told. Raises ConfigError with the problems of all of them."""
+        """Gathers what all ranks tell. Raises ConfigError with the problems of all of them."""
         every = [(problems, told)]
         if self._everyone is not None:
             every = [([], False) for _ in range(dist.get_world_size(self._everyone))]
@@ -212,9 +212,8 @@ class TrainerOffloading:
             runtime.start_over(moved_modules(self._modules, recompute))
 
     def summary(self) -> dict[str, Any]:
-        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan
-        predicts, and the speed of copies, which it counts on: of plain ones, or of those in
-        graphs."""
+        """Plan of each chunk: groups and bytes of a microbatch, the plan's predictions, and the
+        speed of copies that it counts on: plain ones, or those in graphs."""
         plans = [
             (runtime.trace, runtime.plan, planner.speed)
             for runtime, planner in zip(self.runtimes, self.planners, strict=True)
@@ -310,7 +309,8 @@ def offload_problems(config: TrainConfig) -> list[str]:
 
 
 def moved_modules(modules: Sequence[str], recompute: str) -> tuple[str, ...]:
-    """Which of `modules` save something where layers are recomputed so: `none` or in any way."""
+    """Selects the `modules` that save something where layers are recomputed: `none` or in any
+    way."""
     return tuple(name for name in modules if (name == LAYER_INPUT) == (recompute != NONE))
 
 
@@ -334,7 +334,7 @@ def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
 
 
 class Drawn(NamedTuple):
-    """What a picture is of."""
+    """Data of one picture."""
 
     trace: OffloadTrace
     plan: OffloadPlan

@@ -37,13 +37,13 @@ class FurtherLosses:
 
     @staticmethod
     def row(losses: Sequence[float]) -> dict[str, float | None]:
-        """What a row of metrics.jsonl gets: `mtp_loss/K` for depth K, null where it is no
+        """Entries of a row of metrics.jsonl: `mtp_loss/K` for depth K, null where it is no
         number."""
         return {f"mtp_loss/{depth}": finite(loss) for depth, loss in enumerate(losses, start=1)}
 
 
 def sums_of(chunks: Sequence[nn.Module]) -> list[LossSums]:
-    """What sums up the losses in these chunks; at most one."""
+    """Modules that sum up the losses in these chunks; at most one."""
     return [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, LossSums)
     ]

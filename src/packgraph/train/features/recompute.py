@@ -43,7 +43,7 @@ LIVE_LAYERS = (
 
 
 def recomputed_stages(config: TrainConfig) -> dict[str, str]:
-    """How each stage of the model is recomputed, by name; only those that are, or may be."""
+    """Maps the names of stages that are, or may be, recomputed to how they are."""
     what = _at_first(config)
     kinds = {stage.name: kind_of(stage.name, what) for stage in named_stages(config.model)}
     return {name: kind for name, kind in kinds.items() if kind}
@@ -119,17 +119,17 @@ class LeastRecompute:
                 break
 
     def fits(self, needed: Callable[[], int | None], how: str = "") -> bool:
-        """Whether what is `needed` now is there on all ranks. how: what else is said of it."""
+        """Tells whether all ranks have the memory `needed` now. how: added to the note."""
         found = needed() if self._agree(self._limit is not None) else None
         self._told.append(f"{self.kind}{how} {'unknown' if found is None else shown(found)}")
         return self._agree(found is not None and self._limit is not None and found <= self._limit)
 
     def refuse(self, why: str) -> None:
-        """What was looked at last cannot be, on any rank."""
+        """Notes why no rank can have the kind looked at last."""
         self._told.append(f"{self.kind} not: {why}")
 
     def note(self) -> str:
-        """What is to be said of the choice."""
+        """Note on the choice."""
         room = "an unknown budget" if self._limit is None else shown(self._limit)
         trials = ", ".join(self._told)
         return f"recompute auto chose {self.kind}: graphs of the largest row, {trials}; {room}"

@@ -204,7 +204,7 @@ class Adafactor:
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """As `UpdateRule.step`. Collective among ranks that share parameters."""
+        """See `UpdateRule.step`. Collective among ranks that share parameters."""
         share = torch.pow(steps + 1, DECAY)
         for group, stacks, flat in self._sums:
             flat.zero_()
@@ -226,7 +226,7 @@ class Adafactor:
         write_parameters(self._updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As `UpdateRule.state_tensors`, all of it live."""
+        """See `UpdateRule.state_tensors`; all of it is live."""
         found: dict[str, Tensor] = {}
         for (each, stacks), variance in zip(self._stacks, self._variances, strict=True):
             if variance is not None:

@@ -52,7 +52,7 @@ class AdamW:
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """As `UpdateRule.step`."""
+        """See `UpdateRule.step`."""
         if self._narrow:
             numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config)
         for n in self._narrow:
@@ -86,7 +86,7 @@ class AdamW:
             self._done(each.span)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As `UpdateRule.state_tensors`, all of it live."""
+        """See `UpdateRule.state_tensors`; all of it is live."""
         found: dict[str, Tensor] = {}
         for number, each in enumerate(self._updated):
             for key, flats in zip(MEANS, self._means, strict=True):
@@ -98,7 +98,7 @@ class AdamW:
 
 
 def in_one_kernel(parameters: Tensor) -> bool:
-    """Whether AdamW of them is `narrow_adamw`."""
+    """Tells whether `narrow_adamw` updates these parameters."""
     return HAS_TRITON and parameters.is_cuda and parameters.dtype != torch.float32
 
 
@@ -156,7 +156,7 @@ def fused_adamw(
 
 
 class Numbers(NamedTuple):
-    """What `narrow_adamw` needs of one update, float32 [1] each, made in float64: what gradients
+    """Scalars of one update by `narrow_adamw`, float32 [1] each, made in float64: what gradients
     are multiplied by, weight decay times the rate, the rate over the mean's correction, the root of
     the squares' correction, and more than 0 if nothing is to change."""
 
@@ -174,7 +174,7 @@ class Numbers(NamedTuple):
         blocked: Tensor | None,
         config: OptimizerConfig,
     ) -> "Numbers":
-        """Of the arguments of `UpdateRule.step`."""
+        """Computes them from the arguments of `UpdateRule.step`."""
         rate, ordinal, (beta1, beta2) = learning_rate.double(), steps.double() + 1, config.betas
         found = (
             torch.ones_like(rate) if scale is None else scale,

@@ -134,7 +134,7 @@ class AdamW8bit:
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """As `UpdateRule.step`."""
+        """See `UpdateRule.step`."""
         (beta1, beta2), config = self._config.betas, self._config
         ordinal = steps + 1
         rate = learning_rate / (1 - torch.pow(beta1, ordinal))

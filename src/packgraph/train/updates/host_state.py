@@ -61,7 +61,7 @@ class StatePart:
 
     @property
     def nbytes(self) -> int:
-        """Of all flats."""
+        """Bytes of all flats."""
         return sum(flat.nbytes for flat in self.flats.values())
 
 
@@ -77,12 +77,12 @@ class StatePiece:
 
     @property
     def gradients(self) -> Tensor:
-        """Of the span's dtype, a view."""
+        """View of its gradients, in the span's dtype."""
         return self.span.own_gradients[self.part]
 
     @property
     def parameters(self) -> Tensor:
-        """Of the span's dtype, a view."""
+        """View of its parameters, in the span's dtype."""
         return self.span.own_parameters[self.part]
 
 
@@ -141,11 +141,11 @@ class HostState:
         return sum(part.nbytes for part in self._moving)
 
     def places(self) -> str:
-        """How much is where, for people."""
+        """State on the device and on the host, in words."""
         return f"{shown(self.resident)} on the device, {shown(self.moved)} on the host"
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As `UpdateRule.state_tensors`, on the device and on the host, all of it live. The host
+        """See `UpdateRule.state_tensors`; on the device and on the host, all of it live. The host
         waits for the device."""
         self._settle()
         found: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ class HostState:
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """As `UpdateRule.step`, but cannot be captured."""
+        """Implements `UpdateRule.step`, but cannot be captured."""
         update = self._update_of(learning_rate, steps, scale, blocked)
         arriving = self._bring(0)
         for number, beside in enumerate(self._beside):
@@ -203,8 +203,8 @@ class HostState:
     def _update_of(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> Update:
-        """What updates a piece, whose state is in given tensors of the device. Arguments are those
-        of `step`."""
+        """Makes the update of a piece, whose state is in given tensors of the device. Arguments are
+        those of `step`."""
         spans = [part.span for part in self._staying]
         narrow = any(in_one_kernel(span.own_parameters) for span in spans)
         numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
@@ -274,7 +274,7 @@ def _shares(pieces: Sequence[StatePiece], count: int) -> list[Sequence[StatePiec
 
 
 def _start(span: GradientBucket, place: slice) -> int:
-    """Where a parameter begins in this rank's own part."""
+    """Start of a parameter in this rank's own part."""
     return min(max(place.start - span.own.start, 0), span.own.stop - span.own.start)
 
 
@@ -287,7 +287,7 @@ def _boundary(span: GradientBucket, most: int) -> int:
 
 
 def _names(span: GradientBucket) -> Sequence[str]:
-    """What AdamW keeps of it: where it is narrower than float32 a copy of its values, too."""
+    """Names of AdamW's state: with a float32 copy of the values where the span is narrower."""
     return MEANS if span.own_parameters.dtype == torch.float32 else (*MEANS, MASTER)
 
 

@@ -27,7 +27,7 @@ NOT_HIDDEN = ("embed_tokens", "lm_head")  # parts of names whose matrices AdamW 
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates a parameter of that name: a matrix that is no embedding or head."""
+    """Tells whether Muon updates this parameter: a matrix that is no embedding or head."""
     return parameter.ndim == 2 and not set(name.split(".")) & set(NOT_HIDDEN)
 
 
@@ -59,7 +59,7 @@ class Muon:
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """As `UpdateRule.step`."""
+        """See `UpdateRule.step`."""
         for weight, narrow, momentum in self._matrices:
             gradient = clipped(narrow, scale)
             mean = momentum.lerp(gradient, 1 - self._momentum)
@@ -75,7 +75,7 @@ class Muon:
         write_parameters(self._updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As `UpdateRule.state_tensors`, all of it live."""
+        """See `UpdateRule.state_tensors`; all of it is live."""
         found: dict[str, Tensor] = {}
         for each, momenta in zip(self._updated, self._momenta, strict=True):
             found |= each.named("momentum", momenta)

@@ -33,12 +33,12 @@ class Updated:
 
     @staticmethod
     def of(span: GradientBucket) -> "Updated":
-        """Where the span is narrower, a copy of its present values."""
+        """Wraps `span`, with a float32 copy of its present values if narrower."""
         return Updated(span, span.own_parameters.detach().float())
 
     @property
     def has_master(self) -> bool:
-        """Whether `values` are a copy."""
+        """True if `values` are a copy."""
         return self.span.parameters.dtype != torch.float32
 
     def gradient(self, part: slice, scale: Tensor | None) -> Tensor:
@@ -52,7 +52,7 @@ class Updated:
 
 
 class UpdateRule(Protocol):
-    """How some spans are updated."""
+    """Rule by which some spans are updated."""
 
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
