@@ -147,7 +147,8 @@ class FreshModel(DecoderModel):
     second."""
 
     def reset_parameters(self, seed: int) -> None:
-        """As DecoderStack does it, but not the same values on every kind of device."""
+        """Does the same as in `DecoderStack`, but not with the same values on every kind of
+        device."""
         draw_parameters(self, seed)
 
 
@@ -345,8 +346,8 @@ class TimedPart:
         return None if self.gradient is None else self.gradient[: batch.capacity.tokens]
 
     def score(self, out: Tensor) -> float:
-        """What tells outputs apart: a loss itself, of hidden states the root mean square of rows
-        with a document."""
+        """Number that tells outputs apart: a loss itself, of hidden states the root mean square of
+        rows with a document."""
         out = out.detach()
         return float(out if out.dim() == 0 else out[: self.real].float().square().mean().sqrt())
 

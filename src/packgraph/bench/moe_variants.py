@@ -98,7 +98,8 @@ def _stashed(name: str, setting: Setting) -> Way:
 
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
-    """What is captured of a decoder whose experts stay out of graphs; dense layers whole."""
+    """Stages that are captured of a decoder whose experts stay out of graphs; dense layers
+    whole."""
     return (*(name for name in config.kinds() if name != "moe"), *PARTIAL)
 
 

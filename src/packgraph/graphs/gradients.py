@@ -112,7 +112,7 @@ class GradientBuffer:
         self._address = self.tensor.data_ptr()
 
     def is_attached(self, grad: torch.Tensor | None) -> bool:
-        """Whether `grad`, the parameter's, is this buffer."""
+        """Returns whether `grad`, the parameter's, is this buffer."""
         if (
             self.shown.data_ptr() != self._address
         ):  # its `.data` was replaced: it is the user's from here on
@@ -120,13 +120,13 @@ class GradientBuffer:
         return grad is self.shown
 
     def is_grad(self) -> bool:
-        """Whether the parameter's `.grad` is this memory."""
+        """Returns whether the parameter's `.grad` is this memory."""
         grad = self.parameter.grad
         return grad is not None and (grad is self.shown or _storage_of(grad) == self._storage)
 
     def is_held(self) -> bool:
-        """Whether somebody else holds the buffer. Meaningful while it is not the parameter's
-        `.grad`."""
+        """Returns whether somebody else holds the buffer. Meaningful while it is not the
+        parameter's `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage
         # more.
         return (
@@ -168,8 +168,8 @@ class GradientBuffers:
         return list(self._buffers.values())
 
     def present(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What gradients of `parameter` are added to now: its buffer, or what that will be made
-        of; None if that is new memory."""
+        """Returns the tensor that gradients of `parameter` are added to now: its buffer, or what
+        that will be made of; None if that is new memory."""
         if id(parameter) in self._buffers:
             return self._buffers[id(parameter)].shown
         shared = self._launches is not None and self._launches.shared
@@ -249,8 +249,8 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
 
 
 class Attached:
-    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C
-    for each fact. It holds no gradient: who does is counted."""
+    """Check that all gradients are their buffers. It is made before every replay, so it costs one
+    pass in C for each fact. It holds no gradient, since references to gradients are counted."""
 
     def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
         self._buffers = buffers
@@ -258,7 +258,7 @@ class Attached:
         self._addresses = list(map(_ADDRESS, buffers))
 
     def holds(self) -> bool:
-        """Whether they are now."""
+        """Returns whether all gradients are their buffers now."""
         found = list(map(_GRADIENT, self._parameters))
         return (
             all(map(operator.is_, found, map(_SHOWN, self._buffers)))
@@ -343,7 +343,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two gradients have the same placements."""
+    """Returns whether two gradients have the same placements."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return isinstance(one, DTensor) == isinstance(other, DTensor)
     return one.device_mesh == other.device_mesh and one.placements == other.placements

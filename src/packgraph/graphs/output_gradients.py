@@ -26,9 +26,9 @@ FellBack = Callable[[str], None]
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice:
-    gradients of the module were differentiated themselves (`create_graph=True`). seen_inside: an
-    output that others were computed from had a hook, or kept its gradient."""
+    """Knowledge that all keys share. latest: by the number of outputs what the last call did.
+    twice: gradients of the module were differentiated themselves (`create_graph=True`).
+    seen_inside: an output that others were computed from had a hook, or kept its gradient."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
@@ -36,7 +36,7 @@ class _Shared:
 
 
 class KeyGradients:
-    """What is known of the calls of one key.
+    """Knowledge of which outputs get gradients in the calls of one key.
 
     Attributes:
         version: Grows when a pattern is learned: graphs captured before do not have it.
@@ -97,7 +97,7 @@ class KeyGradients:
 
 
 class OutputGradients:
-    """What is known of all calls of one module.
+    """Knowledge of which outputs get gradients in all calls of one module.
 
     fell_back: told of backwards that run eagerly; it holds no graphs. shared: what all keys know.
     """
@@ -107,7 +107,7 @@ class OutputGradients:
         self._keys: dict[Hashable, KeyGradients] = {}
 
     def of(self, key: Hashable) -> KeyGradients:
-        """What is known of the calls of `key`."""
+        """Returns the knowledge of the calls of `key`, which is made if missing."""
         if key not in self._keys:
             self._keys[key] = KeyGradients(self._fell_back, self.shared)
         return self._keys[key]
@@ -172,7 +172,7 @@ def _keep(
 
 @torch.no_grad()
 def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Whether a gradient is the sum of these, in this order, and of nothing else."""
+    """Returns whether a gradient is the sum of these, in this order, and of nothing else."""
     if len(parts) < 2:
         return bool(parts) and parts[0].data_ptr() == gradient.data_ptr()
     total = parts[0]
@@ -231,7 +231,8 @@ def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _most(parts: "Counter[tuple[int, int] | None]") -> int:
-    """How many meet in one element: those of the whole (None), and of one index of a dimension."""
+    """Number of gradients that meet in one element: those of the whole (None), and of one index of
+    a dimension."""
     whole = parts.pop(None, 0)
     several = len({part[0] for part in parts if part is not None}) > 1  # dimensions, which cross
     return whole + (sum(parts.values()) if several else max(parts.values(), default=0))
@@ -259,7 +260,7 @@ _TRACED = "torch._functorch.autograd_function"  # a custom function, of which a 
 
 
 def runs_python(results: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward from `results` runs Python code that is not packgraph's (a custom
+    """Returns whether a backward from `results` runs Python code that is not packgraph's (a custom
     function)."""
     return any(
         isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -271,7 +272,8 @@ def runs_python(results: Iterable[torch.Tensor]) -> bool:
 
 
 def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
-    """Whether somebody sees, or keeps, the gradient of a result. own: hooks that do not count."""
+    """Returns whether somebody sees, or keeps, the gradient of a result. own: hooks that do not
+    count."""
     return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
 
 

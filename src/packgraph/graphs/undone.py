@@ -1,4 +1,4 @@
-"""What code that is dry-run or captured does is undone when that ends, whether it fails or not.
+"""Reversal of the effects of code that is dry-run or captured, whether it fails or not.
 
 Writes to tensors that existed before (journal), states of random generators, of Python's and
 numpy's too, of Python's garbage collector and of the autocast cache, the module's parameters and

@@ -150,8 +150,8 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
 
 @lru_cache
 def end_units(config: DecoderConfig) -> int:
-    """How many of embedding and head are sharded as layers are: none where several stages read one
-    matrix."""
+    """Number of matrices among embedding and head that are sharded as layers are: none where
+    several stages read one matrix."""
     with torch.device("meta"):
         return len(DecoderStack(config, {}).ends)
 

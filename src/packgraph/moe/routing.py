@@ -129,8 +129,8 @@ route_in_one.register_autograd(_differentiate, setup_context=_save)
 
 
 class RouterSettings(Protocol):
-    """What `route` must know of a layer; the fields mean what they mean in `ExpertConfig`, which
-    has them all."""
+    """Fields of a layer that `route` needs; they mean what they mean in `ExpertConfig`, which has
+    them all."""
 
     @property
     def per_token(self) -> int: ...

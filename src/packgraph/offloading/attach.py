@@ -132,12 +132,12 @@ def detach(runtime: OffloadRuntime, chunk: nn.Module) -> None:
 
 
 def is_attached(chunk: nn.Module) -> bool:
-    """Whether a runtime moves something of `chunk`."""
+    """Returns whether a runtime moves something of `chunk`."""
     return any(isinstance(vars(module).get("offload"), LayerMark) for module in chunk.modules())
 
 
 def _is_mark(value: Any) -> bool:
-    """Whether an attribute can be a mark: a flag of the user's may have that name, too."""
+    """Returns whether an attribute can be a mark: a flag of the user's may have that name, too."""
     return value is None or (callable(value) and not isinstance(value, nn.Module))
 
 

@@ -225,7 +225,7 @@ class WaitingLengths:
         return self.extend([length])[0]
 
     def extend(self, lengths: Sequence[int]) -> range:
-        """As `add` of one after the other; returns their numbers."""
+        """Does the same as `add` of one after the other; returns their numbers."""
         numbers = range(self._next_number, self._next_number + len(lengths))
         multiple, waiting, keys = self._capacities.multiple, self._sorted, self._keys
         for number, length in zip(numbers, lengths, strict=True):

@@ -149,7 +149,8 @@ class PackingWindow(Generic[Item]):
         return len(self._waiting)
 
     def items(self) -> Iterator[Item]:
-        """What waits, the longest waiting first: adding it in this order restores the window."""
+        """Items that wait, the longest waiting first: adding them in this order restores the
+        window."""
         return iter(self._waiting.values())
 
     def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:

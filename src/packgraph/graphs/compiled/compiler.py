@@ -261,7 +261,7 @@ def _code_of(
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operation of a traced graph draws random numbers."""
+    """Returns whether an operation of a traced graph draws random numbers."""
     operation: Any = node.target
     return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
 

@@ -1,1 +1,2 @@
-"""What takes tokens to the ranks of their experts and back: one protocol, several dispatchers."""
+"""Dispatchers, which take tokens to the ranks of their experts and back: several with one
+protocol."""

@@ -1,5 +1,5 @@
-"""What moves tokens to the ranks and rows of their experts and back: one protocol, several
-dispatchers.
+"""Dispatchers, which move tokens to the ranks and rows of their experts and back: several with one
+protocol.
 
     routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine-->
     tokens
@@ -57,7 +57,8 @@ class ExpertAssignment:
 
 
 def assignment_problem(num_experts: int, ranks: int) -> str | None:
-    """Why `ranks` ranks cannot share the experts of a layer, None where they can."""
+    """Returns the reason why `ranks` ranks cannot share the experts of a layer, None where they
+    can."""
     if num_experts % ranks == 0:
         return None
     return (
@@ -67,7 +68,7 @@ def assignment_problem(num_experts: int, ranks: int) -> str | None:
 
 
 class Routing(NamedTuple):
-    """Where tokens go. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for
+    """Experts of each token. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for
     padding."""
 
     experts: Tensor

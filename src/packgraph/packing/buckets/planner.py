@@ -51,7 +51,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRequest:
-    """What buckets are wanted.
+    """Request for a set of buckets.
 
     policy: how documents are packed. max_tokens: tokens of the largest bucket, and so of the
     longest document. max_buckets: how many at most. multiple: tokens of a bucket are a multiple of
@@ -91,8 +91,8 @@ class BucketRequest:
 
 @dataclass(frozen=True)
 class BucketBudget:
-    """What the budget allows. tokens: of the largest bucket; buckets: how many; notes: what was
-    dropped for it."""
+    """Limits that the budget sets. tokens: of the largest bucket; buckets: how many; notes: what
+    was dropped for it."""
 
     tokens: int
     buckets: int

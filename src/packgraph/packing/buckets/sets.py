@@ -185,7 +185,7 @@ def _points(fills: Fills) -> tuple[NDArray[np.int64], Floats]:
 
 
 def _fits(corners: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each corner holds each point, bool [corners, points]."""
+    """Returns whether each corner holds each point, bool [corners, points]."""
     return (points[None, :, 0] <= corners[:, None, 0]) & (points[None, :, 1] <= corners[:, None, 1])
 
 
