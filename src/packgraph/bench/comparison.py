@@ -165,8 +165,7 @@ class Runs(Protocol):
         """Returns the costs of getting ready."""
 
     def complaint(self) -> str | None:
-        """Returns the reason why the times are not those of this way, if something ran otherwise
-        after all."""
+        """Returns why the times are not those of this way, if something ran otherwise after all."""
 
     def close(self) -> None:
         """Free everything that was made."""

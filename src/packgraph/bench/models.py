@@ -147,8 +147,7 @@ class FreshModel(DecoderModel):
     second."""
 
     def reset_parameters(self, seed: int) -> None:
-        """Does the same as in `DecoderStack`, but not with the same values on every kind of
-        device."""
+        """Initialises as `DecoderStack` does, but not alike on every kind of device."""
         draw_parameters(self, seed)
 
 

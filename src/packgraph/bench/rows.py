@@ -78,8 +78,7 @@ def commit_of_source() -> str:
 
 
 def facts(device: torch.device, commit: str | None) -> Row:
-    """Returns what every row says about where it was measured. commit: None looks into the git
-    checkout."""
+    """Returns facts of the measurement for every row. commit: None looks into the git checkout."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -147,8 +147,7 @@ class Way:
         }
 
     def complaint(self) -> str | None:
-        """Returns the reason why the times are not those of this way, if microbatches ran otherwise
-        after all."""
+        """Returns why the times are not those of this way, if microbatches ran otherwise."""
         return None
 
     def close(self) -> None:

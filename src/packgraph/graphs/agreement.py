@@ -31,7 +31,7 @@ _MOST_DOUBLED = 10
 
 
 class Consensus(Protocol):
-    """Protocol of the questions that ranks which capture together ask each other."""
+    """Communication between ranks that capture together."""
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
         """Returns the error of a capture that failed on any rank, or None. what: the capture in
@@ -82,8 +82,7 @@ def set_consensus(module: nn.Module, consensus: Consensus) -> None:
 
 
 def consensus_of(module: nn.Module) -> Consensus:
-    """Returns the consensus that `set_consensus` has given `module` or the first module in it that
-    has one, else `alone`."""
+    """Returns the consensus of `module` or of the first module in it that has one, else `alone`."""
     known = (_CONSENSUS_OF.get(id(each)) for each in module.modules())
     return next((consensus for consensus in known if consensus is not None), alone)
 
@@ -117,7 +116,7 @@ class JointCaptures:
 
     @property
     def consensus(self) -> Consensus:
-        """The consensus through which ranks ask each other."""
+        """Communication with the other ranks."""
         return self._consensus
 
     @consensus.setter

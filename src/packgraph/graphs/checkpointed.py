@@ -172,8 +172,7 @@ def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -
 
 
 def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an operation draws random numbers. Raises RuntimeError where it does so in
-    place."""
+    """Tells whether an operation draws random numbers. Raises RuntimeError if it does in place."""
     if not draws(operation, args, kwargs):
         return False
     if operation._schema.is_mutable:
@@ -186,8 +185,7 @@ def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether an operation of torch draws random numbers when called with these
-    arguments."""
+    """Returns whether an operation of torch draws random numbers with these arguments."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     for number, argument in enumerate(operation._schema.arguments):

@@ -348,8 +348,7 @@ def is_traced() -> bool:
 
 
 def reason_around() -> str | None:
-    """Returns the reason why a call made here must run eagerly, or None. The caller has asked
-    before whether it is traced."""
+    """Returns why an untraced call made here must run eagerly, or None."""
     if torch.is_inference_mode_enabled():
         return INFERENCE
     if torch._C._functorch.peek_interpreter_stack() is not None:

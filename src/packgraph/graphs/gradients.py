@@ -249,7 +249,7 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
 
 
 class Attached:
-    """Check that all gradients are their buffers. It is made before every replay, so it costs one
+    """Test of whether every `.grad` is its buffer. It runs before every replay, so it costs one
     pass in C for each fact. It holds no gradient, since references to gradients are counted."""
 
     def __init__(self, buffers: Sequence[GradientBuffer]) -> None:

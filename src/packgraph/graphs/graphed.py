@@ -555,8 +555,7 @@ class Control:
                         self._build(call, lease.slot, args)
 
     def _may_build(self, reason: str | None) -> bool:
-        """Returns whether all ranks that build together can. reason: why this one cannot, or
-        None."""
+        """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
         cache = self._capturer.cache
         if cache.joint.is_alone:
             return reason is None and self._check_state() is None
@@ -738,8 +737,7 @@ class Control:
         return reason_around()
 
     def _refused(self) -> str | None:
-        """Returns the reason why the module cannot be captured, or None; asked where it may have
-        changed, or was refused."""
+        """Returns why the module cannot be captured, or None; `frozen` keeps the last answer."""
         if self._frozen is None:
             self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
@@ -762,8 +760,7 @@ class Control:
         return reason
 
     def _is_patched(self) -> bool:
-        """Returns whether the module has stages, and another forward than the one that these stand
-        for."""
+        """Returns whether stages stand for another forward than the one that the module has."""
         return self._capturer.program.staged and (
             "forward" in vars(self.module)
             or getattr(type(self.module), "forward", None) is not self._forward_of_class

@@ -231,8 +231,7 @@ def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _most(parts: "Counter[tuple[int, int] | None]") -> int:
-    """Number of gradients that meet in one element: those of the whole (None), and of one index of
-    a dimension."""
+    """Gradients that meet in one element: of the whole (None), and of one index of a dimension."""
     whole = parts.pop(None, 0)
     several = len({part[0] for part in parts if part is not None}) > 1  # dimensions, which cross
     return whole + (sum(parts.values()) if several else max(parts.values(), default=0))
@@ -272,8 +271,7 @@ def runs_python(results: Iterable[torch.Tensor]) -> bool:
 
 
 def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
-    """Returns whether somebody sees, or keeps, the gradient of a result. own: hooks that do not
-    count."""
+    """Returns whether anybody sees, or keeps, a result's gradient. own: hooks that do not count."""
     return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
 
 

@@ -304,7 +304,7 @@ class _Wrapped:
 
 
 class _Seen(threading.local):
-    """Finding of the thread that visits a parameter."""
+    """Flag of the thread that visits a parameter: its gradient is absent."""
 
     is_absent = False
 

@@ -303,8 +303,8 @@ def _as_in_graphs(state: State) -> State:
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
-    """Undoes `hide_lengths` in the result of captured code, whose input `shown` that function has
-    made of `state`: what came through is as it was."""
+    """Returns `result` with `hide_lengths` undone: values that captured code has passed through are
+    those of `state`."""
     return {
         key: state[key] if key in shown and shown[key] is value else value
         for key, value in result.items()
@@ -441,8 +441,7 @@ def _file_of(kind: type) -> str:
 
 
 def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins: list[Any]) -> Any:
-    """Returns instructions to make `value` anew, for `_make`. seen: numbers of the objects met, by
-    identity."""
+    """Returns how to make `value` anew. seen: numbers of the objects met, by identity."""
     if isinstance(value, torch.Tensor):
         number = next((i for i, tensor in enumerate(tensors) if tensor is value), len(tensors))
         if number == len(tensors):

@@ -31,8 +31,7 @@ from packgraph.graphs.stages import State
 def unlike_captured(
     region: Region, lease: SlotLease, gradients: Sequence[torch.Tensor | None]
 ) -> str | None:
-    """Returns the reason why no captured backward stands for one that begins now, if that is
-    known."""
+    """Returns why no captured backward stands for one that begins now, if that is known."""
     if torch.is_autocast_enabled(region.modes.device_type):
         return fallback.UNDER_AUTOCAST
     if lease.is_spent(region.number):

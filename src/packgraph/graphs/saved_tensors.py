@@ -27,8 +27,7 @@ class Given:
         self._kept: tuple[int, Tensor] | None = None
 
     def again(self) -> Tensor | None:
-        """Returns the tensor that this backward was given before, None if it asks for the first
-        time."""
+        """Returns the tensor that this backward was given before, None if there was none."""
         return self._kept[1] if self._kept is not None and self._kept[0] == _backward() else None
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -84,8 +83,7 @@ def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
 
 
 def are_watched() -> bool:
-    """Returns whether hooks of saved tensors are active (a checkpoint, offloading around the
-    module)."""
+    """Returns whether hooks of saved tensors are active (a checkpoint, offloading)."""
     return _hooks() is not None
 
 
@@ -105,7 +103,7 @@ def in_backward() -> bool:
 
 
 def are_others() -> bool:
-    """Returns whether what autograd saves now is not ours to move."""
+    """Returns whether packgraph must not move what autograd saves now."""
     return (
         in_backward()
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -243,8 +243,7 @@ class GraphedStep:
         return True
 
     def _standing(self, call: Signature | None) -> Standing:
-        """Returns the standing of a step with this signature on this rank; forgets graphs of a
-        changed module."""
+        """Returns this rank's standing of the step; forgets graphs of a changed module."""
         if call is None:
             return Standing.EAGER
         if call.key in self._guards and not self._guards[call.key].holds():

@@ -59,7 +59,7 @@ def packed_causal_conv(
 
 
 def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[str]:
-    """Returns reasons why the kernels cannot do it; empty if they can."""
+    """Returns reasons why the kernels cannot compute the convolution; empty if they can."""
     found = []
     if not HAS_TRITON:
         found.append("Triton is not installed")

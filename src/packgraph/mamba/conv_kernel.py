@@ -252,8 +252,7 @@ def _backward(  # type: ignore[no-untyped-def]
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
 ) -> Tensor:
-    """Does the same as `packed_causal_conv` in mamba/conv.py, for inputs without
-    `conv_problems`."""
+    """Does the same as `packed_causal_conv` in mamba/conv.py, without `conv_problems`."""
     return _conv(x, weight, bias, document_ids, activation)
 
 

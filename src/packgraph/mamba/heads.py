@@ -32,8 +32,7 @@ class ScanShape(NamedTuple):
 
 
 def ranks_problem(shape: ScanShape, ranks: int) -> str | None:
-    """Returns the reason why the heads of a state space cannot be shared by `ranks`, None if they
-    can."""
+    """Returns why the heads of a state space cannot be shared by `ranks`, None if they can."""
     parts = math.lcm(shape.groups, ranks)
     if shape.heads % parts:
         return (
@@ -67,8 +66,7 @@ def whole_scan_rows(
 
 
 def own_shape(shape: ScanShape, ranks: int) -> ScanShape:
-    """Shape of the part of the state space that one of `ranks` has; groups that several ranks need
-    count on each."""
+    """Shape of the state space on one of `ranks`; groups that several ranks need count on each."""
     return shape._replace(heads=shape.heads // ranks, groups=math.lcm(shape.groups, ranks) // ranks)
 
 

@@ -111,8 +111,7 @@ class BranchKind:
         return 0
 
     def context_problem(self, config: "DecoderConfig", ranks: int) -> str | None:
-        """Returns the reason why `ranks` ranks cannot share a row by heads in this branch; None if
-        they can."""
+        """Returns why `ranks` ranks cannot share a row by heads in this branch, or None."""
         return None
 
 

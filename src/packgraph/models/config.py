@@ -378,8 +378,7 @@ class DecoderConfig:
         return layers[index % len(layers)]
 
     def of_layer(self, index: int) -> "DecoderConfig":
-        """Configuration that layer `index` is built by: this one, with the precision of that
-        layer."""
+        """Configuration of layer `index`: this one, with the precision of that layer."""
         ends = min(self.bf16_ends, self.num_layers)
         if self.precision == NATIVE or ends <= index < self.num_layers - ends:
             return self

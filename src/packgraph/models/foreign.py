@@ -64,8 +64,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Returns whether an error is no fault of packgraph, and none of the errors that it raises
-    itself."""
+    """Returns whether an error comes from foreign code, and is none that packgraph raises."""
     kind = type(error)
     if not isinstance(error, Exception):  # of Rust code, a class without a public name
         return kind.__name__ == "PanicException"

@@ -132,8 +132,7 @@ def _expert_problems(layer: DecoderLayer, stages: Sequence[str]) -> list[str]:
 
 
 def _exchanges(module: nn.Module) -> bool:
-    """Returns whether layers exchange data between ranks: split matrices, or rows spread over
-    ranks."""
+    """Returns whether ranks exchange data within layers: split matrices, or spread rows."""
     return any(isinstance(value, DTensor) for value in module.parameters()) or any(
         isinstance(part, DecoderStack) and part.contexts for part in module.modules()
     )

@@ -361,9 +361,8 @@ class PassTimes:
         }
 
     def is_replayed(self) -> bool:
-        """Returns whether the graphs of a captured pass have run: one, or one of its forward and
-        one of its backward. Among more, copies end with each, and those waits belong to no
-        group."""
+        """Tells whether the graphs of a captured pass have run: one, or one of its forward and one
+        of its backward. Among more, copies end with each, and those waits belong to no group."""
         return len(self.scopes) <= 2 and self.scopes <= self.copy_streams.replayed
 
     def trace(self) -> OffloadTrace:

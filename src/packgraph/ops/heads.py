@@ -62,7 +62,7 @@ def is_measured(device: torch.device) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Returns whether it is no DTensor and the like."""
+    """Returns whether `x` is a plain tensor or parameter, no DTensor and the like."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -120,8 +120,7 @@ def _halves_of_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Four:
 def _turn(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns q and k normalised and rotated, of the same shapes, contiguous. Differentiable in
-    both and in their weights."""
+    """Normalises and rotates q and k; contiguous. Differentiable in both and in their weights."""
     if not q.is_cuda:
         return (
             naive_turn(q, q_weight, eps, cos, sin),

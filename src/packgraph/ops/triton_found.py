@@ -1,4 +1,4 @@
-"""Test for Triton: it comes with torch for CUDA, and nowhere else do kernels need it."""
+"""Availability of Triton: it comes with torch for CUDA, and nowhere else do kernels need it."""
 
 import importlib.util
 

@@ -149,8 +149,7 @@ class PackingWindow(Generic[Item]):
         return len(self._waiting)
 
     def items(self) -> Iterator[Item]:
-        """Items that wait, the longest waiting first: adding them in this order restores the
-        window."""
+        """Waiting items, longest waiting first: adding them in this order restores the window."""
         return iter(self._waiting.values())
 
     def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:

@@ -195,8 +195,7 @@ def _refuse_resize(frame: FrameType, function: Any, done: bool) -> None:
 
 
 def _is_asked_for(frame: FrameType | None) -> bool:
-    """Returns whether the user's code asks for it, by whatever functions, and not a compiler, for
-    graphs of its own."""
+    """Returns whether the user's code makes the call, and not a compiler for graphs of its own."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_COMPILERS):
             return False

@@ -77,8 +77,7 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
 
 
 def inside_data_parallel() -> bool:
-    """Returns whether this call comes from the forward of a DistributedDataParallel around the
-    module."""
+    """Returns whether the forward of a DistributedDataParallel around the module calls this."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 

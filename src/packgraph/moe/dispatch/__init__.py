@@ -1,2 +1,1 @@
-"""Dispatchers, which take tokens to the ranks of their experts and back: several with one
-protocol."""
+"""Dispatchers that take tokens to the ranks of their experts and back, behind one protocol."""

@@ -1,4 +1,4 @@
-"""Dispatchers, which move tokens to the ranks and rows of their experts and back: several with one
+"""Dispatchers that move tokens to the ranks and rows of their experts and back, behind one
 protocol.
 
     routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine-->
@@ -57,8 +57,7 @@ class ExpertAssignment:
 
 
 def assignment_problem(num_experts: int, ranks: int) -> str | None:
-    """Returns the reason why `ranks` ranks cannot share the experts of a layer, None where they
-    can."""
+    """Returns why `ranks` ranks cannot share the experts of a layer, None where they can."""
     if num_experts % ranks == 0:
         return None
     return (
@@ -68,8 +67,8 @@ def assignment_problem(num_experts: int, ranks: int) -> str | None:
 
 
 class Routing(NamedTuple):
-    """Experts of each token. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for
-    padding."""
+    """Routing of tokens to experts. experts: int32 [T, k], -1 for padding. weights: float32 [T, k],
+    0 for padding."""
 
     experts: Tensor
     weights: Tensor

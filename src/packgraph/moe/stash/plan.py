@@ -87,8 +87,8 @@ class StashMemory:
 
     @property
     def ratio(self) -> float:
-        """Share of balanced eager's memory. At least 1 + (capacity factor - 1) / records: one layer
-        is always there whole."""
+        """Memory relative to balanced eager's. At least 1 + (capacity factor - 1) / records: one
+        layer is always there whole."""
         return self.total / self.balanced
 
     def report(self) -> str:
@@ -118,9 +118,8 @@ def stash_memory(
     page_rows: int = 64,
     resident: bool = False,
 ) -> StashMemory:
-    """Computes the memory that a stash for these layers takes. columns: tensors that one layer
-    saves, by dtype and width. capacity: static rows of a layer over the balanced load. The rest as
-    in `pages_for`.
+    """Memory that a stash for these layers takes. columns: tensors that one layer saves, by dtype
+    and width. capacity: static rows of a layer over the balanced load. The rest as in `pages_for`.
 
     Raises ValueError like `pages_for`, for a capacity below 1 and for dtypes that are not stashed.
     """

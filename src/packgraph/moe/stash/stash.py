@@ -104,7 +104,7 @@ class PagePool(Protocol):
 
 
 class SavedRecord:
-    """Record of what one run of a `saving` block has stashed: one record, several tensors."""
+    """Tensors that one run of a `saving` block has stashed, in one record."""
 
     def __init__(
         self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]

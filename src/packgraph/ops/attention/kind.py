@@ -30,8 +30,7 @@ class ContextChoice(NamedTuple):
 
 
 def choose_context_kind(ranks: int, heads: int, wish: ContextWish = "auto") -> ContextChoice:
-    """Chooses how `ranks` ranks share attention of `heads` query heads (of one tensor parallel
-    rank).
+    """Chooses how `ranks` ranks share attention of `heads` query heads (of a tensor parallel rank).
 
     wish: what was asked for. Raises ValueError where that cannot be.
     """

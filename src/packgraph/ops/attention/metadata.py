@@ -127,8 +127,7 @@ def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
 
 
 def _within(boundaries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the document of each of `count` places (the tail is the last one) and its place in
-    that."""
+    """Returns the document of each of `count` places (the tail is the last) and the place in it."""
     place = torch.arange(count, device=boundaries.device)
     document = torch.searchsorted(boundaries[1:].contiguous(), place, right=True)
     return document, place - boundaries[document]

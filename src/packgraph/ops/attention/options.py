@@ -42,8 +42,7 @@ PLAIN = ScoreOptions()
 
 
 def lacking(needs: tuple[str, ...], known: frozenset[str]) -> list[str]:
-    """Returns reasons why a backend that knows the options `known` cannot serve a call that needs
-    `needs`."""
+    """Returns why a backend that knows the options `known` cannot serve `needs`; empty = it can."""
     missing = [name for name in needs if name not in known]
     return [f"it has no {', '.join(missing)}"] if missing else []
 

@@ -87,8 +87,7 @@ def blocks_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_float8(codes: Tensor, inverse: Tensor) -> Tensor:
-    """Returns the values of codes [..., R, C] in float32. inverse: [..., R, 1] or [..., R, C /
-    32]."""
+    """Decodes codes [..., R, C] to float32. inverse: [..., R, 1] or [..., R, C / 32]."""
     together = codes.shape[-1] // inverse.shape[-1]
     return codes.to(torch.float32) * inverse.repeat_interleave(together, -1)
 

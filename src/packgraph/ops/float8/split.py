@@ -56,8 +56,7 @@ class RankSplit:
         return operand
 
     def result(self, made: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the output of the layer, a plain tensor. made: this rank's product; bias: the
-        layer's."""
+        """Layer's output, a plain tensor. made: this rank's product; bias: the layer's."""
         if self.of_outputs:
             return made if bias is None else made + local_part(bias).to(made.dtype)
         share = DTensor.from_local(made, self.mesh, [Partial()], run_check=False)

@@ -43,8 +43,7 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """Launch configuration of `a @ matrix` per expert: ops/grouped_gemm/multiply_kernel.py, or
-    torch.
+    """Launch configuration of `a @ matrix` per expert (ops/grouped_gemm/multiply_kernel.py, torch).
 
     kernel: "torch", "descriptors", or "pointers" (multiply_kernel.py). rows, columns: the tile of
         the result.
