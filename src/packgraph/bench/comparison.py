@@ -145,8 +145,8 @@ def agreement(row: Row) -> str:
 
 
 def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
-    """Which ways are measured side by side: all, or `together` at a time, the first one always
-    among them; or each by itself, which the machine's slow changes may touch.
+    """Groups ways that are measured side by side: all, or `together` at a time, the first one
+    always among them; or each by itself, which the machine's slow changes may touch.
 
     Fewer at a time need less memory and more time. Raises ValueError for less than one.
     """

@@ -537,8 +537,8 @@ class VariantBuild:
         return incoming
 
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Which parameters the backward graph accumulates itself, and which return their gradient
-        through autograd."""
+        """Splits parameters into those the backward graph accumulates itself, and those that return
+        their gradient through autograd."""
         users = self._users()
         owned = [
             a

@@ -84,7 +84,7 @@ class GraphCache:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked by `agree` after every capture that other ranks make, too."""
+        """Communication with other ranks, which `agree` asks after every capture they make, too."""
         return self.joint.consensus
 
     @consensus.setter

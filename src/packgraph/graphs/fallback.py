@@ -329,7 +329,7 @@ class Stats:
             self.recaptures[reason] += count
 
     def measure_pools(self, nbytes: Callable[[], int]) -> None:
-        """From now on `nbytes` tells `pool_bytes`."""
+        """Makes `nbytes` the source of `pool_bytes`."""
         self._pool_bytes = nbytes
 
     @property

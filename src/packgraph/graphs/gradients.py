@@ -136,8 +136,8 @@ class GradientBuffer:
         )
 
     def show_anew(self) -> None:
-        """From now on another tensor of the same memory is shown: users may have marked the old
-        one, hooked it or kept weak references to it, and autograd has counted writes to it."""
+        """Shows another tensor of the same memory from now on: users may have marked the old one,
+        hooked it or kept weak references to it, and autograd has counted writes to it."""
         self.shown = self.tensor.data
 
 
@@ -272,7 +272,7 @@ class Attached:
 
 @torch.no_grad()
 def settle(aside: Sequence[_Aside]) -> None:
-    """After the replay: hand the sums to gradients that are not in the buffers."""
+    """Hands the sums, after the replay, to gradients that are not in the buffers."""
     for buffer, grad, content in aside:
         if grad is None:
             buffer.parameter.grad = cloned(buffer.tensor)
@@ -389,7 +389,7 @@ _ACCUMULATORS: dict[int, "Accumulator"] = {}  # by autograd's number of the runn
 
 
 def add_waiting_gradients() -> None:
-    """Within a backward, by a node of it or at its end: add what waits to be added."""
+    """Adds what waits to be added, within a backward: by a node of it or at its end."""
     accumulator = _ACCUMULATORS.get(torch._C._current_graph_task_id())
     if accumulator is not None:
         accumulator.add()
@@ -408,7 +408,7 @@ class Accumulator:
         self._task: int | None = None
 
     def begin(self) -> None:
-        """From now on autograd leaves the adding to this object."""
+        """Takes the adding of gradients over from autograd."""
         for alias in self._aliases:
             node = torch.autograd.graph.get_gradient_edge(alias).node
             self._hooks.append(node.register_prehook(self._taking(alias)))

@@ -226,7 +226,7 @@ class Control:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked before and after every capture, where other ranks make it, too."""
+        """Communication with other ranks, before and after every capture that they make, too."""
         return self._capturer.cache.consensus
 
     @consensus.setter
@@ -472,7 +472,7 @@ class Control:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """For a schedule: promise that in this block nothing about the module changes but the
+        """Promises, for a schedule, that in this block nothing about the module changes but the
         values of its tensors.
 
         What graphs have baked is then compared once, at the start, instead of at every call, and
@@ -636,7 +636,7 @@ class Control:
             )
 
     def warm_up(self, calls: int) -> None:
-        """At least the next `calls` calls with gradients run eagerly."""
+        """Runs at least the next `calls` calls with gradients eagerly."""
         self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
 
     def forget(self, args: tuple[Any, ...]) -> int:

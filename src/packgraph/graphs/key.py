@@ -164,7 +164,8 @@ def call_key(
 
 
 def _repeats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Which tensors of a call are the same object; empty if none is there twice."""
+    """Numbers equal for tensors of a call that are the same object; empty if none is there
+    twice."""
     numbers = [id(t) for t in call_tensors(args, kwargs)]
     return () if len({*numbers}) == len(numbers) else tuple(map(numbers.index, numbers))
 

@@ -1,4 +1,4 @@
-"""Which outputs get gradients, and in which memory layout: what a backward is captured for.
+"""Outputs that get gradients, and their memory layouts: what a backward is captured for.
 
 An output that gets no gradient is not an output with a gradient of zeros: parameters behind it keep
 `.grad` as it is (None stays None), and 0 * inf is never computed. Kernels choose by the layout of
@@ -204,7 +204,7 @@ def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> lis
 
 
 def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
-    """By identity of each leaf behind `tensors`: how many gradients of it a backward from all of
+    """Counts the gradients of each leaf behind `tensors`, by identity, that a backward from all of
     them sums up."""
     return Counter(
         id(parent.variable)
@@ -215,8 +215,8 @@ def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """By identity of each leaf behind `tensors`: how many gradients meet in one of its elements in
-    a backward from all of them, at the most.
+    """Counts, for each leaf behind `tensors` by identity, the gradients that meet in one of its
+    elements in a backward from all of them, at the most.
 
     Nodes that read one index of a dimension (`x[i]`) meet only those that read the same: elsewhere
     they add zeros, which changes no bit.

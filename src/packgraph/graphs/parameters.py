@@ -358,7 +358,7 @@ def expect_visits(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Within a backward: let no hook be called of parameters that a region delivers no gradient to.
+    """Lets no hook be called, in a backward, of parameters that a region delivers no gradient to.
 
     nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
     """

@@ -341,8 +341,8 @@ def detached_state(state: State, single: Container[int] = (), keep: Container[in
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
-    which is a fact of the call's key."""
+    """Numbers of the call's tensors, by identity: the first, of one that is there twice, which is a
+    fact of the call's key."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
 

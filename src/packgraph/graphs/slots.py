@@ -114,7 +114,7 @@ class Launches:
         self._lock.release()
 
     def share(self) -> None:
-        """From now on several threads train with the module."""
+        """Notes that several threads train with the module."""
         with self:
             self.shared = True
 
@@ -331,8 +331,8 @@ class Slot:
         return self.clear() if self.variants else 0
 
     def forget_smaller(self, key: Hashable) -> int:
-        """After building `key`: drop the variants whose buffers were replaced meanwhile; how many
-        were dropped."""
+        """Drops, after building `key`, the variants whose buffers were replaced meanwhile; returns
+        how many were dropped."""
         if not self.outgrown:
             return 0
         self.outgrown = False

@@ -167,7 +167,7 @@ class GraphedStep:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked after every capture, where other ranks capture the same steps."""
+        """Communication with other ranks, after every capture of a step that they make, too."""
         return self._cache.consensus
 
     @consensus.setter

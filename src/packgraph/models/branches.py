@@ -58,7 +58,7 @@ class BranchWork:
     other: int = 0
 
     def cost(self, tokens: int) -> int:
-        """For a row of so many tokens, forward and backward."""
+        """Cost of a row of so many tokens, forward and backward."""
         return max(tokens * self.weights, BALANCE * self.stored) + tokens * self.other
 
 

@@ -1,4 +1,4 @@
-"""Which stages of a model are recomputed in the backward: `packgraph.recompute`.
+"""Recomputation of stages of a model in the backward: `packgraph.recompute`.
 
     none         nothing
     selective    attn, mamba, mlp, moe_*: all but products, attention and scans    (graphs/checkpointed.py)

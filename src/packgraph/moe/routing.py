@@ -1,5 +1,5 @@
-"""Which experts each token goes to and with what weights, decided on the device with static shapes
-and no host sync.
+"""Choice of experts and their weights for each token, on the device, with static shapes and no host
+sync.
 
     logits [T, E] -> scores --(+ bias per expert, whole groups left out: for the choice alone)-->
     experts [T, k]

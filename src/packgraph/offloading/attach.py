@@ -142,9 +142,9 @@ def _is_mark(value: Any) -> bool:
 
 
 def layer_names(names: Sequence[str]) -> list[str]:
-    """For each of these modules the name of its layer: up to the last number that others of them
-    stand beside under another one, or else the first number at all; without a number the whole,
-    ''."""
+    """Returns the name of the layer of each of these modules: up to the last number that others of
+    them stand beside under another one, or else the first number at all; without a number the
+    whole, ''."""
     beside: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for parent, number in _numbers_in(name):

@@ -145,8 +145,8 @@ class OffloadTrace:
 
     @cached_property
     def gone(self) -> tuple[int, ...]:
-        """In backward order, the bytes of the modules whose backwards are over as a group's own
-        starts."""
+        """Bytes of the modules whose backwards are over as a group's own starts, in backward
+        order."""
         found, gone, running, block = list[int](), 0, 0, KEPT
         for index in self.backward_order:
             if self.blocks[index] != block:

@@ -141,7 +141,7 @@ class Headroom:
 
     @property
     def _backward(self) -> dict[int, int]:
-        """By module, what its backward needs of all else."""
+        """Memory beside the groups that each module's backward needs."""
         needs = dict[int, int]()
         least = list(accumulate((look.rest for look in reversed(self._looks)), min))[
             ::-1
@@ -303,7 +303,7 @@ class PassTimes:
             self._given_back()
 
     def forward_is_over(self) -> None:
-        """It is known what stays: that never was the groups'."""
+        """Corrects the counts, now that it is known what stays: that never was the groups'."""
         self._given_back()
         for order, made in enumerate(self.made):
             surplus = self._counted[order] - made.nbytes

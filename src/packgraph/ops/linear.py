@@ -201,7 +201,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _as_given(x: Tensor) -> torch.autocast:
-    """Within it products are of the dtypes that go in: backwards may run under autocast."""
+    """Context for products of the dtypes that go in: backwards may run under autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
 

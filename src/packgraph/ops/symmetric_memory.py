@@ -21,7 +21,7 @@ _allocated = weakref.WeakSet["SymmetricMemory"]()
 
 
 class NoSymmetricMemory(RuntimeError):
-    """There is no memory that these ranks could read from each other; the message says why."""
+    """Error of ranks that have no memory to read from each other; the message says why."""
 
 
 def symmetric_problem(device: torch.device, ranks: int) -> str | None:

@@ -119,7 +119,7 @@ def build_pack(
 
 @dataclass(frozen=True)
 class PlannedPack:
-    """Which documents share a pack of which capacity, before its tokens are read.
+    """Plan of a pack before its tokens are read: its documents and its capacity.
 
     What all ranks need to know of each other's packs follows from it; `load` is for those that run
     it. num_pairs: as `PackedBatch.num_pairs`.

@@ -157,7 +157,7 @@ def text(x: float, y: float, words: str, classes: str) -> str:
 
 
 def number(value: float) -> str:
-    """At most two digits behind the point."""
+    """Formats a number with at most two digits behind the point."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

@@ -306,8 +306,8 @@ class _Hook:
 def _profile_function(
     watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
 ) -> Callable[[FrameType, str, Any], None]:
-    """It is called a million times in the capture of a large model: hence the order of its
-    tests."""
+    """Returns the profile function. It is called a million times in the capture of a large model:
+    hence the order of its tests."""
     builtins: dict[str, list[SeesBuiltin]] = {}
     functions: dict[CodeType, list[SeesFunction]] = {}
     for watcher in watchers:

@@ -296,7 +296,7 @@ class CodeWatcher(TorchDispatchMode):
             cls.__torch_dispatch__ = _hidden_from_compiler(own, cls.__torch_dispatch__)  # type: ignore[method-assign]
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Asked by torch when the mode begins: whether torch.compile may work under it."""
+        """Tells torch, when the mode begins, whether torch.compile may work under it."""
         return _COMPILED.get()
 
 

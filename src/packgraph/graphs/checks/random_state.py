@@ -76,7 +76,7 @@ class _State:
         self.others = False
 
     def look(self) -> bool:
-        """Before the capture moves the generator: whether it is where the capture has left it."""
+        """Checks, before the capture moves it, that the generator is where the capture left it."""
         same = self._same(self._expected, self._read())
         self.others = self.others or not same
         return same

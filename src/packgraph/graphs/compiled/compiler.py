@@ -303,8 +303,8 @@ def _is_option(name: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that it looks through functools caches: the functions behind ours are
-    pure."""
+    """Silences torch's warning that it looks through functools caches: the functions behind ours
+    are pure."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r"Dynamo detected a call to a `functools.lru_cache`"

@@ -631,7 +631,7 @@ def recorded_host(
 
 
 def tell_waits() -> None:
-    """From now on a recording thread is told of transfers that it waits for."""
+    """Makes `dist.Work.wait` tell a recording thread of transfers that it waits for."""
     original = dist.Work.wait
     if hasattr(original, "__wrapped__"):
         return

@@ -75,8 +75,8 @@ class Gate(nn.Module):
         self.register_buffer("step_load", step_load, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32, under autocast too: rounded logits would make ties, and choices that differ
-        between layouts."""
+        """Computes logits in float32, under autocast too: rounded logits would make ties, and
+        choices that differ between layouts."""
         with torch.autocast(x.device.type, enabled=False):
             return router_logits(x, self.weight)
 

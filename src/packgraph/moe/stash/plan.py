@@ -92,7 +92,7 @@ class StashMemory:
         return self.total / self.balanced
 
     def report(self) -> str:
-        """For people, a line per column."""
+        """Formats the figures for people, a line per column."""
         lines = [
             f"{dtype} x {width}: {nbytes / 2**20:.1f} MiB"
             for (dtype, width), nbytes in self.columns.items()

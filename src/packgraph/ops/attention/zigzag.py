@@ -37,7 +37,7 @@ Token = tuple[int, int] | None  # document and position in it; None is padding
 
 
 class RankRows(NamedTuple):
-    """Which row of a microbatch each of a rank's R = T / c rows is.
+    """Rows of a microbatch for each of a rank's R = T / c rows.
 
     source: int64 [R], 0 in padding. padding: bool [R], True where no token is: in the tail, and
     behind the tokens of a document. excess: 0-d float32, 0; NaN where the documents did not fit,

@@ -1,5 +1,5 @@
-"""Which kernel makes the grouped products of experts, with which tiles, by rows per expert: one
-table for each product.
+"""Choice of kernel and tiles for the grouped products of experts, by rows per expert: one table for
+each product.
 
 Figures come from `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute
 capability 9.0) stand beside those by pointers, which run everywhere, and beside torch's grouped

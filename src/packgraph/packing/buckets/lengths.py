@@ -186,7 +186,7 @@ class PackedRows:
         return shapes + cost.attention_us * self.pairs
 
     def above_bound(self, cost: CostModel) -> float:
-        """By what share the rows cost more than in shapes of their own without padding, which no
+        """Share by which the rows cost more than in shapes of their own without padding, which no
         buckets can beat."""
         bound = tight_cost(self.all_fills, cost) + cost.attention_us * self.pairs
         return self.cost_us(cost) / bound - 1 if self.rows else 0.0

@@ -1,4 +1,4 @@
-"""Which few capacities graphs are captured for, from the lengths of the documents.
+"""Choice of a few capacities that graphs are captured for, from the lengths of the documents.
 
 Every row is padded to the smallest bucket that holds it, in tokens and in documents. A bucket costs
 memory and time for capture, padding costs time in every step, and a place for a document costs
@@ -291,7 +291,7 @@ class BucketPlan:
 
     @property
     def above_bound(self) -> float:
-        """By what share rows cost more than in shapes of their own without any padding."""
+        """Share by which rows cost more than in shapes of their own without any padding."""
         return self.sample.above_bound(self.request.cost)
 
 

@@ -120,7 +120,8 @@ def _with_digits(number: int, digits: int) -> int:
 
 
 def best_set(fills: Fills, grid: Grid, cost: CostModel, most: int) -> ShapeSet:
-    """At most `most` corners of `grid` that hold all fills at little cost, the largest among them.
+    """Chooses at most `most` corners of `grid`, its largest too, that hold all fills at little
+    cost.
 
     Raises ValueError for a fill that the largest corner does not hold.
     """
