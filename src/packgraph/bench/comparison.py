@@ -48,15 +48,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """What a way computed on the first microbatches: the loss (or what stands for it), the norm of
-    all gradients."""
+    """Figures that a way computed on the first microbatches: the loss (or what stands for it), the
+    norm of all gradients."""
 
     loss: float
     gradient_norm: float
 
 
 class Results:
-    """What is known of each way of one group. against: the group of the first way, which others are
+    """Results of each way of one group. against: the group of the first way, which others are
     compared with; None = this one."""
 
     def __init__(self, names: Sequence[str], against: "Results | None" = None) -> None:
@@ -145,8 +145,8 @@ def agreement(row: Row) -> str:
 
 
 def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
-    """Which ways are measured side by side: all, or `together` at a time, the first one always
-    among them; or each by itself, which the machine's slow changes may touch.
+    """Groups ways that are measured side by side: all, or `together` at a time, the first one
+    always among them; or each by itself, which the machine's slow changes may touch.
 
     Fewer at a time need less memory and more time. Raises ValueError for less than one.
     """
@@ -162,10 +162,10 @@ class Runs(Protocol):
     """A way that is ready to run."""
 
     def facts(self) -> Row:
-        """What it has cost to get ready."""
+        """Returns the costs of getting ready."""
 
     def complaint(self) -> str | None:
-        """Why the times are not those of this way, if something ran otherwise after all."""
+        """Returns why the times are not those of this way, if something ran otherwise after all."""
 
     def close(self) -> None:
         """Free everything that was made."""
@@ -180,7 +180,7 @@ def room_for_code() -> Iterator[None]:
 
 
 def above(peak: int | None, before: int | None) -> int | None:
-    """What a peak is above what was held before, where both are known."""
+    """Difference of a peak from what was held before, where both are known."""
     return None if peak is None or before is None else peak - before
 
 
@@ -211,7 +211,7 @@ class Comparison(ABC, Generic[W]):
 
     @abstractmethod
     def check(self, way: W) -> Check:
-        """What a way computes on the first microbatches."""
+        """Computes the figures of a way on the first microbatches."""
 
     @abstractmethod
     def heaviest(self, way: W) -> object:
@@ -223,13 +223,13 @@ class Comparison(ABC, Generic[W]):
 
     @abstractmethod
     def what(self, name: str) -> Row:
-        """What the row of a way says beside its figures."""
+        """Returns what the row of a way says beside its figures."""
 
     def warm_up(self, way: W) -> object:
         """Run a way for the first time."""
 
     def after(self, way: W) -> Row:
-        """What is measured after all rounds."""
+        """Returns figures that are measured after all rounds."""
         return {}
 
     def row(self, name: str) -> Row:
@@ -315,7 +315,7 @@ class Comparison(ABC, Generic[W]):
         return None
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """What `work` returns; None when it failed, which takes the way out."""
+        """Returns the result of `work`; None when it failed, which takes the way out."""
         try:
             return work()
         except FAILURES as error:
@@ -323,11 +323,11 @@ class Comparison(ABC, Generic[W]):
             return None
 
     def late(self) -> bool:
-        """Whether the time is up."""
+        """Returns whether the time is up."""
         return self.deadline.passed()
 
     def too_late(self, name: str) -> str | None:
-        """Why a way is not prepared any more, or None."""
+        """Returns the reason why a way is not prepared any more, or None."""
         return self.deadline.reason if self.late() else None
 
     def agreed(self, reason: str | None) -> str | None:
@@ -335,7 +335,7 @@ class Comparison(ABC, Generic[W]):
         return reason
 
     def known(self, seconds: float, facts: Row) -> Row:
-        """What the row says of getting ready."""
+        """Returns what the row says of getting ready."""
         return {"prepare_seconds": seconds} | facts
 
     def end(self, reason: str, rows: Rows) -> None:

@@ -49,7 +49,7 @@ class AroundStack(nn.Module):
         return self.model.end(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As DecoderStack.forward."""
+        """Does the same as `DecoderStack.forward`."""
         return run_stages(self, *args, **kwargs)
 
 
@@ -81,7 +81,7 @@ class CompiledStack(AroundStack):
 
 @dataclass(frozen=True)
 class Marks:
-    """What layers with experts or Mamba-2 read of a batch, as tensors of their own: compiled code
+    """Tensors of a batch that layers with experts or Mamba-2 read, on their own: compiled code
     takes them as inputs.
 
     padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch.

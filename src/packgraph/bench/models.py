@@ -147,7 +147,7 @@ class FreshModel(DecoderModel):
     second."""
 
     def reset_parameters(self, seed: int) -> None:
-        """As DecoderStack does it, but not the same values on every kind of device."""
+        """Initialises as `DecoderStack` does, but not alike on every kind of device."""
         draw_parameters(self, seed)
 
 
@@ -345,8 +345,8 @@ class TimedPart:
         return None if self.gradient is None else self.gradient[: batch.capacity.tokens]
 
     def score(self, out: Tensor) -> float:
-        """What tells outputs apart: a loss itself, of hidden states the root mean square of rows
-        with a document."""
+        """Number that tells outputs apart: a loss itself, of hidden states the root mean square of
+        rows with a document."""
         out = out.detach()
         return float(out if out.dim() == 0 else out[: self.real].float().square().mean().sqrt())
 

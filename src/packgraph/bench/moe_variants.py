@@ -98,7 +98,7 @@ def _stashed(name: str, setting: Setting) -> Way:
 
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
-    """What is captured of a decoder whose experts stay out of graphs; dense layers whole."""
+    """Captured stages of a decoder whose experts stay out of graphs; dense layers whole."""
     return (*(name for name in config.kinds() if name != "moe"), *PARTIAL)
 
 

@@ -51,7 +51,7 @@ class BenchArguments(CommandArguments):
             raise ValueError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """What is wrong with further options."""
+        """Returns what is wrong with further options."""
         return []
 
     def on(self, device_type: str, launch: Launch) -> Self:
@@ -60,7 +60,7 @@ class BenchArguments(CommandArguments):
         return self
 
     def holds(self, rows: Sequence[Row]) -> bool:
-        """Whether the rows are as they should be; says why not on stderr."""
+        """Returns whether the rows are as they should be; says why not on stderr."""
         return True
 
 
@@ -87,7 +87,7 @@ class WorkArguments(BenchArguments):
     device: Literal["auto", "cpu", "cuda"] = option("auto", "what it runs on")
 
     def problems(self) -> list[str]:
-        """What is wrong with further options."""
+        """Returns what is wrong with further options."""
         if self.mean > 0 and self.sigma >= 0:
             return []
         return [

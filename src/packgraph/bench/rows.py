@@ -78,7 +78,7 @@ def commit_of_source() -> str:
 
 
 def facts(device: torch.device, commit: str | None) -> Row:
-    """What every row says about where it was measured. commit: None looks into the git checkout."""
+    """Returns facts of the measurement for every row. commit: None looks into the git checkout."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -148,7 +148,7 @@ class Rows:
 
     @property
     def measured(self) -> bool:
-        """Whether anything could be measured."""
+        """True if anything could be measured."""
         return any(row["reason"] is None for row in self.all)
 
 

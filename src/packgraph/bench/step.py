@@ -115,7 +115,7 @@ class StepArguments(ComparedArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class MoeArguments(StepArguments):
-    """As step, with defaults and ways for layers with experts."""
+    """Variant of step with defaults and ways for layers with experts."""
 
     usual_models: ClassVar[tuple[str, str]] = ("moonlight", "moonlight-tiny")
     usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 4 * KILO, 16 * KILO)
@@ -130,7 +130,7 @@ class MoeArguments(StepArguments):
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with further options."""
+        """Returns what is wrong with further options."""
         small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
         return super().problems() + small
 
@@ -188,7 +188,7 @@ class StepComparison(Comparison[Way]):
         way.prepare(self.batches[way.name])
 
     def check(self, way: Way) -> Check:
-        """What a way computes on the first microbatch."""
+        """Computes the figures of a way on the first microbatch."""
         zero_gradients([self.model])
         score = self.setting.work.score(way.run(self.batches[way.name][0]))
         return Check(score, squared_gradients([self.model]) ** 0.5)

@@ -40,12 +40,12 @@ class Deadline:
         self._began = time.monotonic()
 
     def passed(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is up."""
+        """Returns whether that share of the time is up."""
         return self.seconds is not None and time.monotonic() - self._began > share * self.seconds
 
     @property
     def reason(self) -> str:
-        """What a row says that was not measured."""
+        """Entry of a row that was not measured."""
         return f"not measured: the limit of {self.seconds:g} seconds was reached before"
 
 
@@ -179,7 +179,7 @@ class Busy(NamedTuple):
 def busy_time(
     device: torch.device, run: Callable[[], object], lead: Callable[[], object]
 ) -> Busy | None:
-    """How busy the device is while `run` runs, right after `lead`; None on a CPU.
+    """Measures how busy the device is while `run` runs, right after `lead`; None on a CPU.
 
     Raises RuntimeError where the profiler sees nothing of the device.
     """

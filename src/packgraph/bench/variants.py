@@ -53,7 +53,7 @@ REMAINING_CALLS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways of one comparison share.
+    """Settings that all ways of one comparison share.
 
     work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called
     auto, ascending. attention: own for what a way's own stack has (torch's kernel, for ours what
@@ -136,8 +136,8 @@ class Way:
         yield
 
     def facts(self) -> dict[str, Any]:
-        """What it has cost to get ready: seconds of capture, bytes of pools, pieces of compiled
-        code, buckets."""
+        """Returns the costs of getting ready: seconds of capture, bytes of pools, pieces of
+        compiled code, buckets."""
         return {
             "capture_seconds": None,
             "capture_layer_seconds": None,
@@ -147,7 +147,7 @@ class Way:
         }
 
     def complaint(self) -> str | None:
-        """Why the times are not those of this way, if microbatches ran otherwise after all."""
+        """Returns why the times are not those of this way, if microbatches ran otherwise."""
         return None
 
     def close(self) -> None:

@@ -31,11 +31,11 @@ _MOST_DOUBLED = 10
 
 
 class Consensus(Protocol):
-    """How ranks that capture together ask each other."""
+    """Communication between ranks that capture together."""
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
-        """Why a capture failed on any rank, or None. what: the capture in words. error: why it
-        failed here, or None. All ranks must ask."""
+        """Returns the error of a capture that failed on any rank, or None. what: the capture in
+        words. error: why it failed here, or None. All ranks must ask."""
 
     def join(self) -> str:
         """A name for the meetings of one more module, the same on all ranks."""
@@ -48,7 +48,7 @@ class Consensus(Protocol):
         """Lets other ranks know `fact` of this one."""
 
     def all_noted(self, fact: str) -> bool:
-        """Whether all ranks have noted `fact`; waits for nobody."""
+        """Returns whether all ranks have noted `fact`; waits for nobody."""
 
 
 class _Alone:
@@ -82,13 +82,13 @@ def set_consensus(module: nn.Module, consensus: Consensus) -> None:
 
 
 def consensus_of(module: nn.Module) -> Consensus:
-    """What `set_consensus` has said of `module` or the first module in it, else `alone`."""
+    """Returns the consensus of `module` or of the first module in it that has one, else `alone`."""
     known = (_CONSENSUS_OF.get(id(each)) for each in module.modules())
     return next((consensus for consensus in known if consensus is not None), alone)
 
 
 def verdict(wishes: Sequence[tuple[str, str]]) -> str:
-    """What all ranks do of what each wishes.
+    """Combines the ranks' requests into one decision.
 
     Args:
         wishes: Of every rank, CAPTURE or START_OVER, and the call in words.
@@ -116,7 +116,7 @@ class JointCaptures:
 
     @property
     def consensus(self) -> Consensus:
-        """How the ranks ask each other."""
+        """Communication with the other ranks."""
         return self._consensus
 
     @consensus.setter
@@ -165,7 +165,7 @@ class JointCaptures:
 
     @property
     def is_owed(self) -> bool:
-        """Whether other ranks wait for `confirm`."""
+        """True if other ranks wait for `confirm`."""
         return self._owed is not None
 
     def _may_meet(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a capture backend offers: one protocol for CUDA graphs and for the CPU recorder.
+"""Protocol of a capture backend, the same for CUDA graphs and for the CPU recorder.
 
 A *pool* holds temporary memory. A *window* is the capture of one variant: forward graphs of all
 regions in order into the slot's own pool, then backward graphs in reverse. What a backward makes is

@@ -79,7 +79,7 @@ from packgraph.graphs.stages import Run, State
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor of the build's state lives: slot buffer `number` (producer None), or an output
+    """Location of a tensor of the build's state: slot buffer `number` (producer None), or an output
     of a region."""
 
     tensor: torch.Tensor
@@ -248,7 +248,7 @@ class VariantBuild:
     def _run_captured(
         self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
     ) -> tuple[State, dict[int, torch.Tensor]]:
-        """What a forward graph holds."""
+        """Runs the code that a forward graph captures."""
         with uses, self.dry_run.constants.handing_out():
             result = self.program.run(run, shown)
             return result, owned_aliases(result, leaves)
@@ -516,8 +516,8 @@ class VariantBuild:
     def _incoming(
         self, index: int, forward: _Forward, pattern: Pattern
     ) -> dict[int, tuple[torch.Tensor, Static]]:
-        """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of
-        the slot."""
+        """Returns the tensors in which gradients of outputs arrive: where a later region leaves
+        them, or in a buffer of the slot."""
         incoming: dict[int, tuple[torch.Tensor, Static]] = {}
         for number, layout in enumerate(pattern):
             if layout is None:
@@ -537,8 +537,8 @@ class VariantBuild:
         return incoming
 
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Which parameters the backward graph accumulates itself, and which return their gradient
-        through autograd."""
+        """Splits parameters into those the backward graph accumulates itself, and those that return
+        their gradient through autograd."""
         users = self._users()
         owned = [
             a
@@ -549,8 +549,8 @@ class VariantBuild:
         return owned, [a for a in aliases if id(a) not in taken]
 
     def _users(self) -> Counter[int]:
-        """How many parts of the call use each alias, by its identity: segments, and eager stages
-        together."""
+        """Counts the parts of the call that use each alias, by its identity: segments, and eager
+        stages together."""
         forwards = self.forwards.values()
         segments = Counter(id(alias) for forward in forwards for alias in forward.parameters)
         return segments + Counter(self.used_eagerly)
@@ -677,7 +677,7 @@ def _backward(
     grad_outputs: list[tuple[torch.Tensor, torch.Tensor]],
     again: bool,
 ) -> None:
-    """What a backward graph holds."""
+    """Runs the code that a backward graph captures."""
     accumulator = Accumulator(owned)
     try:
         accumulator.begin()

@@ -45,7 +45,7 @@ def call_name(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the allocator, or the driver itself, had no memory."""
+    """Returns whether the allocator, or the driver itself, had no memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, torch.AcceleratorError)
         and getattr(error, "error_code", None) == _OUT_OF_MEMORY
@@ -84,7 +84,7 @@ class GraphCache:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked by `agree` after every capture that other ranks make, too."""
+        """Communication with other ranks, which `agree` asks after every capture they make, too."""
         return self.joint.consensus
 
     @consensus.setter
@@ -97,16 +97,16 @@ class GraphCache:
         return len(self.failed)
 
     def has_failed(self, key: Hashable) -> bool:
-        """Whether a capture of `key` has failed, other than for want of memory."""
+        """Returns whether a capture of `key` has failed, other than for want of memory."""
         return key in self.failed
 
     def is_hopeless(self, key: Hashable) -> bool:
-        """Whether a capture of `key` has failed too often in one way to be tried again."""
+        """Returns whether a capture of `key` has failed too often in one way to be tried again."""
         return self._retries.is_hopeless(key)
 
     def must_wait(self, key: Hashable) -> bool:
-        """Whether it is too early to capture `key` again, which found no memory; asked once per
-        call."""
+        """Returns whether it is too early to capture `key` again, which found no memory; asked once
+        per call."""
         return self._retries.must_wait(key)
 
     def fail(self, key: Hashable) -> None:
@@ -183,7 +183,7 @@ _LARGER = "a larger variant took the slot"
 
 
 class _Retries:
-    """How often captures failed, and how many calls to wait before the next try."""
+    """Counts of failed captures, and of the calls to wait before the next try."""
 
     def __init__(self) -> None:
         self._failures: Counter[tuple[Hashable, str]] = Counter()

@@ -115,10 +115,9 @@ def checkpointed(
 
 @contextmanager
 def _hooks_end_with_errors() -> Iterator[None]:
-    """Where the block raises, the hooks for saved tensors are taken back at once. `checkpoint`
-    before torch 2.12 leaves that to the end of its generator, which the frames of the error's
-    traceback hold: until then everything that autograd saves would go to the checkpoint that
-    failed."""
+    """Takes back the hooks for saved tensors at once where the block raises. `checkpoint` before
+    torch 2.12 leaves that to the end of its generator, which the frames of the error's traceback
+    hold: until then everything that autograd saves would go to the checkpoint that failed."""
     try:
         yield
     except BaseException as error:
@@ -163,17 +162,17 @@ def _taken_apart(
 
 
 def _full_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether the result of an operation is kept where everything is computed again."""
+    """Returns whether to keep the result of an operation where everything is computed again."""
     return _is_drawn(operation, args, kwargs)
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether the result of an operation is kept where cheap ones are computed again."""
+    """Returns whether to keep the result of an operation where cheap ones are computed again."""
     return operation.name().partition(".")[0] in KEPT or _is_drawn(operation, args, kwargs)
 
 
 def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Raises RuntimeError where it does so in place."""
+    """Tells whether an operation draws random numbers. Raises RuntimeError if it does in place."""
     if not draws(operation, args, kwargs):
         return False
     if operation._schema.is_mutable:
@@ -186,7 +185,7 @@ def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation of torch draws random numbers when it is called with these arguments."""
+    """Returns whether an operation of torch draws random numbers with these arguments."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     for number, argument in enumerate(operation._schema.arguments):

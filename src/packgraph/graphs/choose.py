@@ -1,5 +1,5 @@
-"""What `packgraph.graph` is asked for: which backend serves a module, what compiles its stages, and
-which copy streams copy beside eager work."""
+"""Arguments of `packgraph.graph`, and the choices they make: the backend that serves a module, the
+compiler of its stages, and the copy streams that copy beside eager work."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -81,8 +81,8 @@ def make_copy_streams(device: torch.device) -> CopyStreams:
 
 
 def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:
-    """What compiles stages: True is torch's `inductor`, a mapping are options for it, False is
-    nothing.
+    """Chooses what compiles stages: True is torch's `inductor`, a mapping holds options for it,
+    False is no compiler.
 
     stats: gets the counts. Raises ValueError for an unknown compiler or option.
     """

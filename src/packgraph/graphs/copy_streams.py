@@ -109,7 +109,7 @@ class CopyStreams(Protocol):
         """Others may use this host memory now: their copies wait for its last one."""
 
     def point(self) -> Any:
-        """What main has launched so far, for `out`."""
+        """Marks the work that main has launched so far, for `out`."""
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """Queue a copy of `sources` (uint8 [n] each) to the host, one behind the other. since: a
@@ -265,7 +265,7 @@ class HostMemories:
 
 
 class FreeHost:
-    """Who takes host memory now: the smallest free buffer that is large enough, else the largest,
+    """Free host memory, given out as the smallest buffer that is large enough, else the largest,
     which grows, else the next number of `memories`."""
 
     def __init__(self, memories: HostMemories) -> None:

@@ -68,7 +68,7 @@ class CaptureError(RuntimeError):
 
 
 def described(given: Any) -> str:
-    """What was given where a module was wanted, and what to give instead."""
+    """Describes what was given in place of a module, and says what to give instead."""
     if isinstance(given, type):
         return f"the class {given.__name__}: pass an instance of it, {given.__name__}(...)"
     kind = "a function" if callable(given) else f"an object of type {type(given).__name__}"

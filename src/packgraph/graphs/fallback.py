@@ -28,7 +28,7 @@ _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=N
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a call runs eagerly.
+    """Reason for which a call runs eagerly.
 
     text: its name in `Stats.fallbacks`. remedy: what to do about it. asked: whether the user asked
     for it.
@@ -329,7 +329,7 @@ class Stats:
             self.recaptures[reason] += count
 
     def measure_pools(self, nbytes: Callable[[], int]) -> None:
-        """From now on `nbytes` tells `pool_bytes`."""
+        """Makes `nbytes` the source of `pool_bytes`."""
         self._pool_bytes = nbytes
 
     @property
@@ -342,14 +342,13 @@ READING = False  # whether a module is read for a capture: graphed ones in it co
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, torch.export or torch.jit reads the caller's code instead of running
-    it."""
+    """Returns whether torch.compile, torch.export or torch.jit reads the caller's code instead of
+    running it."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def reason_around() -> str | None:
-    """Why a call made here must run eagerly, or None. Whether it is traced has been asked
-    before."""
+    """Returns why an untraced call made here must run eagerly, or None."""
     if torch.is_inference_mode_enabled():
         return INFERENCE
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -370,6 +369,6 @@ def reason_around() -> str | None:
 
 
 def _function_modes() -> bool:
-    """Whether a function mode is active besides torch.set_default_device, which captured code has
-    obeyed."""
+    """Returns whether a function mode is active besides torch.set_default_device, which captured
+    code has obeyed."""
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

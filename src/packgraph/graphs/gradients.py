@@ -112,7 +112,7 @@ class GradientBuffer:
         self._address = self.tensor.data_ptr()
 
     def is_attached(self, grad: torch.Tensor | None) -> bool:
-        """Whether `grad`, the parameter's, is this buffer."""
+        """Returns whether `grad`, the parameter's, is this buffer."""
         if (
             self.shown.data_ptr() != self._address
         ):  # its `.data` was replaced: it is the user's from here on
@@ -120,13 +120,13 @@ class GradientBuffer:
         return grad is self.shown
 
     def is_grad(self) -> bool:
-        """Whether the parameter's `.grad` is this memory."""
+        """Returns whether the parameter's `.grad` is this memory."""
         grad = self.parameter.grad
         return grad is not None and (grad is self.shown or _storage_of(grad) == self._storage)
 
     def is_held(self) -> bool:
-        """Whether somebody else holds the buffer. Meaningful while it is not the parameter's
-        `.grad`."""
+        """Returns whether somebody else holds the buffer. Meaningful while it is not the
+        parameter's `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage
         # more.
         return (
@@ -136,8 +136,8 @@ class GradientBuffer:
         )
 
     def show_anew(self) -> None:
-        """From now on another tensor of the same memory is shown: users may have marked the old
-        one, hooked it or kept weak references to it, and autograd has counted writes to it."""
+        """Shows another tensor of the same memory from now on: users may have marked the old one,
+        hooked it or kept weak references to it, and autograd has counted writes to it."""
         self.shown = self.tensor.data
 
 
@@ -168,8 +168,8 @@ class GradientBuffers:
         return list(self._buffers.values())
 
     def present(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What gradients of `parameter` are added to now: its buffer, or what that will be made
-        of; None if that is new memory."""
+        """Returns the tensor that gradients of `parameter` are added to now: its buffer, or what
+        that will be made of; None if that is new memory."""
         if id(parameter) in self._buffers:
             return self._buffers[id(parameter)].shown
         shared = self._launches is not None and self._launches.shared
@@ -249,8 +249,8 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
 
 
 class Attached:
-    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C
-    for each fact. It holds no gradient: who does is counted."""
+    """Test of whether every `.grad` is its buffer. It runs before every replay, so it costs one
+    pass in C for each fact. It holds no gradient, since references to gradients are counted."""
 
     def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
         self._buffers = buffers
@@ -258,7 +258,7 @@ class Attached:
         self._addresses = list(map(_ADDRESS, buffers))
 
     def holds(self) -> bool:
-        """Whether they are now."""
+        """Returns whether all gradients are their buffers now."""
         found = list(map(_GRADIENT, self._parameters))
         return (
             all(map(operator.is_, found, map(_SHOWN, self._buffers)))
@@ -272,7 +272,7 @@ class Attached:
 
 @torch.no_grad()
 def settle(aside: Sequence[_Aside]) -> None:
-    """After the replay: hand the sums to gradients that are not in the buffers."""
+    """Hands the sums, after the replay, to gradients that are not in the buffers."""
     for buffer, grad, content in aside:
         if grad is None:
             buffer.parameter.grad = cloned(buffer.tensor)
@@ -343,7 +343,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two gradients have the same placements."""
+    """Returns whether two gradients have the same placements."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return isinstance(one, DTensor) == isinstance(other, DTensor)
     return one.device_mesh == other.device_mesh and one.placements == other.placements
@@ -389,7 +389,7 @@ _ACCUMULATORS: dict[int, "Accumulator"] = {}  # by autograd's number of the runn
 
 
 def add_waiting_gradients() -> None:
-    """Within a backward, by a node of it or at its end: add what waits to be added."""
+    """Adds what waits to be added, within a backward: by a node of it or at its end."""
     accumulator = _ACCUMULATORS.get(torch._C._current_graph_task_id())
     if accumulator is not None:
         accumulator.add()
@@ -408,7 +408,7 @@ class Accumulator:
         self._task: int | None = None
 
     def begin(self) -> None:
-        """From now on autograd leaves the adding to this object."""
+        """Takes the adding of gradients over from autograd."""
         for alias in self._aliases:
             node = torch.autograd.graph.get_gradient_edge(alias).node
             self._hooks.append(node.register_prehook(self._taking(alias)))

@@ -155,7 +155,7 @@ class GraphedModule(Wrapper):
 
 
 class Control:
-    """What stands behind a graphed module: calling it is calling the graphed module.
+    """Implementation behind a graphed module: calling it is calling the graphed module.
 
     Attributes:
         module: The wrapped module.
@@ -207,7 +207,7 @@ class Control:
 
     @property
     def strict(self) -> bool:
-        """Whether a call that would run eagerly, though nobody asked for that, raises
+        """True if a call that would run eagerly, though nobody asked for that, raises
         CaptureError."""
         return self._notices.strict
 
@@ -217,7 +217,7 @@ class Control:
 
     @property
     def lends(self) -> bool:
-        """Whether outputs and the gradients of inputs are handed out as static memory."""
+        """True if outputs and the gradients of inputs are handed out as static memory."""
         return self._capturer.lends
 
     @lends.setter
@@ -226,7 +226,7 @@ class Control:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked before and after every capture, where other ranks make it, too."""
+        """Communication with other ranks, before and after every capture that they make, too."""
         return self._capturer.cache.consensus
 
     @consensus.setter
@@ -240,7 +240,7 @@ class Control:
 
     @property
     def compiles(self) -> bool:
-        """Whether captured stages are compiled."""
+        """True if captured stages are compiled."""
         return self._capturer.program.compiles
 
     @property
@@ -293,7 +293,7 @@ class Control:
             return self._acquire(args, kwargs)
 
     def _acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
-        """As `acquire`, by a thread that is counted among the calls."""
+        """Does the same as `acquire`, by a thread that is counted among the calls."""
         joint = self._capturer.cache.joint
         joint.calls += 1
         try:
@@ -472,7 +472,7 @@ class Control:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """For a schedule: promise that in this block nothing about the module changes but the
+        """Promises, for a schedule, that in this block nothing about the module changes but the
         values of its tensors.
 
         What graphs have baked is then compared once, at the start, instead of at every call, and
@@ -490,11 +490,11 @@ class Control:
             self._frozen = None
 
     def _check_state(self, *about: Any) -> str | None:
-        """As `Capturer.check_state`; within `frozen` nothing can have changed."""
+        """Calls `Capturer.check_state`, except within `frozen`, where nothing can have changed."""
         return None if self._frozen is not None else self._capturer.check_state(*about)
 
     def has_free_slot(self) -> bool:
-        """Whether `acquire` would find a slot now."""
+        """Returns whether `acquire` would find a slot now."""
         return self._slots.has_free()
 
     def hold_slot(self) -> SlotLease:
@@ -507,12 +507,12 @@ class Control:
 
     @property
     def has_one_slot(self) -> bool:
-        """Whether there is never more than one slot."""
+        """True if there is never more than one slot."""
         return self._slots.limit == 1
 
     @property
     def failures(self) -> int:
-        """How many keys could not be captured."""
+        """Number of keys that could not be captured."""
         return self._capturer.cache.failures
 
     def build(
@@ -555,7 +555,7 @@ class Control:
                         self._build(call, lease.slot, args)
 
     def _may_build(self, reason: str | None) -> bool:
-        """Whether all ranks that build together can. reason: why this one cannot, or None."""
+        """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
         cache = self._capturer.cache
         if cache.joint.is_alone:
             return reason is None and self._check_state() is None
@@ -636,7 +636,7 @@ class Control:
             )
 
     def warm_up(self, calls: int) -> None:
-        """At least the next `calls` calls with gradients run eagerly."""
+        """Runs at least the next `calls` calls with gradients eagerly."""
         self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
 
     def forget(self, args: tuple[Any, ...]) -> int:
@@ -660,8 +660,8 @@ class Control:
             return signature(args, {}, self.device, training)
 
     def forget_all(self) -> int:
-        """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager
-        calls."""
+        """Does the same as `forget` for all calls. Unlike after `close`, what is compiled stays in
+        use for eager calls."""
         return self._capturer.forget_all()
 
     def place_gradients(self, homes: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -709,13 +709,13 @@ class Control:
             yield self._capturer.program, self._output_gradients.of(call.key)
 
     def refused_now(self) -> CaptureError | None:
-        """Why the module cannot be captured at all as it is, or None."""
+        """Returns the reason why the module cannot be captured at all as it is, or None."""
         found = find_unsupported(self.module)
         return None if found is None else CaptureError(found.what, user_line(), found.remedy)
 
     def refused_with_others(self) -> CaptureError | None:
-        """As `refused_now`, before a trial that all ranks make: if the module has changed on one of
-        them, all drop their graphs."""
+        """Does the same as `refused_now`, before a trial that all ranks make: if the module has
+        changed on one of them, all drop their graphs."""
         if self._capturer.cache.joint.is_alone:
             return self.refused_now()
         with as_in_training(self.module):
@@ -726,7 +726,7 @@ class Control:
         return self.refused_now()
 
     def _reason_around(self) -> str | None:
-        """Why no call can be a replay where this one is made."""
+        """Returns the reason why no call made here can be a replay, or None."""
         if self._released is not None:
             self._refuse_released()
         reason = fallback.bypass_reason()
@@ -737,13 +737,13 @@ class Control:
         return reason_around()
 
     def _refused(self) -> str | None:
-        """Why the module cannot be captured; asked where it may have changed, or was refused."""
+        """Returns why the module cannot be captured, or None; `frozen` keeps the last answer."""
         if self._frozen is None:
             self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
 
     def _reason_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why this call cannot be a replay, from host facts alone."""
+        """Returns the reason why this call cannot be a replay, from host facts alone, or None."""
         if self._capturer.program.staged and self._is_patched():
             return fallback.PATCHED
         known = self._output_gradients.shared
@@ -760,15 +760,15 @@ class Control:
         return reason
 
     def _is_patched(self) -> bool:
-        """Whether the module has stages, and another forward than the one that these stand for."""
+        """Returns whether stages stand for another forward than the one that the module has."""
         return self._capturer.program.staged and (
             "forward" in vars(self.module)
             or getattr(type(self.module), "forward", None) is not self._forward_of_class
         )
 
     def _ask_for_refusal(self) -> None:
-        """Whether the module can be captured at all now; what was refused before may be fine
-        again."""
+        """Finds out whether the module can be captured at all now; what was refused before may be
+        fine again."""
         known, self._refusal = self._refusal, find_unsupported(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
             self._notices.complain(
@@ -806,8 +806,8 @@ class Control:
             return self._capturer.program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call's stages are compiled, which they are now if a replay of this call is
-        possible at all."""
+        """Returns whether the call's stages are compiled, which they are now if a replay of this
+        call is possible at all."""
         if (
             self._closed
             or self._refusal is not None

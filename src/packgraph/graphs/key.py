@@ -57,8 +57,8 @@ class _Structure:
 
 
 def _alike(one: TreeSpec, other: TreeSpec) -> bool:
-    """Whether keys of dicts are of the same types in two specs that are equal: 1, 1.0 and True are
-    equal in Python."""
+    """Returns whether keys of dicts are of the same types in two specs that are equal: 1, 1.0 and
+    True are equal in Python."""
     if (
         isinstance(one.type, type)
         and issubclass(one.type, dict)
@@ -164,13 +164,14 @@ def call_key(
 
 
 def _repeats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Which tensors of a call are the same object; empty if none is there twice."""
+    """Numbers equal for tensors of a call that are the same object; empty if none is there
+    twice."""
     numbers = [id(t) for t in call_tensors(args, kwargs)]
     return () if len({*numbers}) == len(numbers) else tuple(map(numbers.index, numbers))
 
 
 def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
-    """What a key holds of an argument; None when it cannot be part of one."""
+    """Returns the part of a key that stands for an argument; None when it cannot be part of one."""
     kind = type(arg)
     if kind is PackedBatch:
         fact = _fact(arg.data, device)
@@ -228,7 +229,7 @@ def _value(leaf: Any) -> Any:
 
 
 def unfit(leaf: Any, device: torch.device) -> str | None:
-    """Why this leaf of a call's arguments cannot be part of a key, in words; None if it can."""
+    """Returns the reason why this leaf of a call's arguments cannot be part of a key, or None."""
     if not isinstance(leaf, torch.Tensor):
         return None if isinstance(leaf, CONSTANTS) else f"an object of type {type(leaf).__name__}"
     if type(leaf) not in TENSORS:
@@ -277,8 +278,8 @@ def packed_batches(args: Any) -> list[PackedBatch]:
 def undeclared(
     args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequence[Capacity]
 ) -> str | None:
-    """Why this call lies outside the declared capacities, or None. Without declared capacities
-    every shape may be."""
+    """Returns the reason why this call lies outside the declared capacities, or None. Without
+    declared capacities every shape may be."""
     if not capacities:
         return None
     batches = packed_batches((args, kwargs))
@@ -402,7 +403,7 @@ def _unexpanded(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_dense(strides: tuple[int, ...], shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether a tensor fills its memory without gaps and overlaps, in whatever order of
+    """Returns whether a tensor fills its memory without gaps and overlaps, in whatever order of
     dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):

@@ -1,4 +1,4 @@
-"""What a graphed module tells its user: each thing once, at the user's line, with what to do.
+"""Messages of a graphed module to its user: each once, at the user's line, with what to do.
 
 a call ran eagerly though nobody asked for that     once per reason, after warm-up; in strict mode
                                                     an error
@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 class Notices:
-    """What was told about one graphed module. It holds nothing of the module, so that it can
+    """Messages given about one graphed module. It holds nothing of the module, so that it can
     outlive it.
 
     name: of the module's class. warmup: calls that are still expected to run eagerly.
@@ -170,8 +170,8 @@ def detail(
     device: torch.device,
     capacities: Sequence[Capacity],
 ) -> str:
-    """What it is about these arguments that the call runs eagerly for `reason`; empty where it is
-    not about them."""
+    """Describes what about these arguments makes the call run eagerly for `reason`; empty where it
+    is not about them."""
     declared = f"declared: {', '.join(map(str, capacities)) or 'none'}"
     if reason == fallback.NO_KEY:
         found = ((name, unfit(leaf, device)) for name, leaf in named_leaves(forward, args, kwargs))

@@ -1,4 +1,4 @@
-"""Which outputs get gradients, and in which memory layout: what a backward is captured for.
+"""Outputs that get gradients, and their memory layouts: what a backward is captured for.
 
 An output that gets no gradient is not an output with a gradient of zeros: parameters behind it keep
 `.grad` as it is (None stays None), and 0 * inf is never computed. Kernels choose by the layout of
@@ -26,9 +26,9 @@ FellBack = Callable[[str], None]
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice:
-    gradients of the module were differentiated themselves (`create_graph=True`). seen_inside: an
-    output that others were computed from had a hook, or kept its gradient."""
+    """Knowledge that all keys share. latest: by the number of outputs what the last call did.
+    twice: gradients of the module were differentiated themselves (`create_graph=True`).
+    seen_inside: an output that others were computed from had a hook, or kept its gradient."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
@@ -36,7 +36,7 @@ class _Shared:
 
 
 class KeyGradients:
-    """What is known of the calls of one key.
+    """Knowledge of which outputs get gradients in the calls of one key.
 
     Attributes:
         version: Grows when a pattern is learned: graphs captured before do not have it.
@@ -97,7 +97,7 @@ class KeyGradients:
 
 
 class OutputGradients:
-    """What is known of all calls of one module.
+    """Knowledge of which outputs get gradients in all calls of one module.
 
     fell_back: told of backwards that run eagerly; it holds no graphs. shared: what all keys know.
     """
@@ -107,7 +107,7 @@ class OutputGradients:
         self._keys: dict[Hashable, KeyGradients] = {}
 
     def of(self, key: Hashable) -> KeyGradients:
-        """What is known of the calls of `key`."""
+        """Returns the knowledge of the calls of `key`, which is made if missing."""
         if key not in self._keys:
             self._keys[key] = KeyGradients(self._fell_back, self.shared)
         return self._keys[key]
@@ -172,7 +172,7 @@ def _keep(
 
 @torch.no_grad()
 def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Whether a gradient is the sum of these, in this order, and of nothing else."""
+    """Returns whether a gradient is the sum of these, in this order, and of nothing else."""
     if len(parts) < 2:
         return bool(parts) and parts[0].data_ptr() == gradient.data_ptr()
     total = parts[0]
@@ -204,7 +204,7 @@ def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> lis
 
 
 def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
-    """By identity of each leaf behind `tensors`: how many gradients of it a backward from all of
+    """Counts the gradients of each leaf behind `tensors`, by identity, that a backward from all of
     them sums up."""
     return Counter(
         id(parent.variable)
@@ -215,8 +215,8 @@ def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """By identity of each leaf behind `tensors`: how many gradients meet in one of its elements in
-    a backward from all of them, at the most.
+    """Counts, for each leaf behind `tensors` by identity, the gradients that meet in one of its
+    elements in a backward from all of them, at the most.
 
     Nodes that read one index of a dimension (`x[i]`) meet only those that read the same: elsewhere
     they add zeros, which changes no bit.
@@ -231,7 +231,7 @@ def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _most(parts: "Counter[tuple[int, int] | None]") -> int:
-    """How many meet in one element: those of the whole (None), and of one index of a dimension."""
+    """Gradients that meet in one element: of the whole (None), and of one index of a dimension."""
     whole = parts.pop(None, 0)
     several = len({part[0] for part in parts if part is not None}) > 1  # dimensions, which cross
     return whole + (sum(parts.values()) if several else max(parts.values(), default=0))
@@ -259,7 +259,7 @@ _TRACED = "torch._functorch.autograd_function"  # a custom function, of which a 
 
 
 def runs_python(results: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward from `results` runs Python code that is not packgraph's (a custom
+    """Returns whether a backward from `results` runs Python code that is not packgraph's (a custom
     function)."""
     return any(
         isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -271,7 +271,7 @@ def runs_python(results: Iterable[torch.Tensor]) -> bool:
 
 
 def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
-    """Whether somebody sees, or keeps, the gradient of a result. own: hooks that do not count."""
+    """Returns whether anybody sees, or keeps, a result's gradient. own: hooks that do not count."""
     return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
 
 

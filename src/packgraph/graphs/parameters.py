@@ -58,12 +58,12 @@ def mark_sharded(parameter: torch.nn.Parameter, *, is_gathered: bool) -> None:
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether `mark_sharded` has been told of `parameter`."""
+    """Returns whether `parameter` was marked by `mark_sharded`."""
     return getattr(parameter, _SHARDED, False)
 
 
 def is_gathered(parameter: torch.Tensor) -> bool:
-    """Whether `mark_sharded` was told that the memory of `parameter` is that of others, too."""
+    """Returns whether `mark_sharded` was told that others use the memory of `parameter`, too."""
     return getattr(parameter, _GATHERED, False)
 
 
@@ -170,15 +170,14 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
 
 
 def are_leaves(module: torch.nn.Module) -> bool:
-    """Whether what stands in the tables of parameters are parameters: `torch.func.functional_call`
-    puts other tensors there, whose gradients belong elsewhere.
-    """
+    """Returns whether the tables of parameters hold parameters: `torch.func.functional_call` puts
+    other tensors there, whose gradients belong elsewhere."""
     found = (p for owner in module.modules() for p in owner._parameters.values() if p is not None)
     return all(isinstance(p, torch.nn.Parameter) and p.is_leaf for p in found)
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether something outside wants to see this parameter's gradient when it arrives."""
+    """Returns whether something outside wants to see this parameter's gradient when it arrives."""
     hooks = parameter._backward_hooks or {}
     if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
         return True
@@ -225,7 +224,7 @@ class HookedParameters:
         self._made: int | None = None
 
     def have_none(self) -> bool:
-        """Whether no parameter has hooks of any kind."""
+        """Returns whether no parameter has hooks of any kind."""
         made = getattr(RemovableHandle, "next_id", None)
         if COUNT_HOOKS and made == self._made:
             return True
@@ -235,7 +234,7 @@ class HookedParameters:
         return True
 
     def are_quiet(self) -> bool:
-        """Whether no parameter has hooks of any kind, and none is frozen."""
+        """Returns whether no parameter has hooks of any kind, and none is frozen."""
         return self.have_none() and all(map(_TRAINED, self.parameters))
 
 
@@ -305,7 +304,7 @@ class _Wrapped:
 
 
 class _Seen(threading.local):
-    """What the thread that visits a parameter has found."""
+    """Flag of the thread that visits a parameter: its gradient is absent."""
 
     is_absent = False
 
@@ -359,7 +358,7 @@ def expect_visits(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Within a backward: let no hook be called of parameters that a region delivers no gradient to.
+    """Lets no hook be called, in a backward, of parameters that a region delivers no gradient to.
 
     nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
     """
@@ -411,7 +410,7 @@ class ParameterEdge:
         return self._tensor
 
     def is_wanted(self) -> bool:
-        """Whether the running backward goes to any of the parameters."""
+        """Returns whether the running backward goes to any of the parameters."""
         return bool(self.parameters) and _runs(self.tensor.grad_fn)
 
     def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -424,11 +423,11 @@ class ParameterEdge:
         return torch.empty_like(self.tensor)
 
     def delivers(self) -> bool:
-        """Whether gradients of the running backward are on their way to autograd."""
+        """Returns whether gradients of the running backward are on their way to autograd."""
         return torch._C._current_graph_task_id() in self._delivered
 
     def is_whole(self) -> bool:
-        """Whether the running backward is that of `loss.backward()`."""
+        """Returns whether the running backward is that of `loss.backward()`."""
         if self._node is None:
             self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         return _runs(self._node)

@@ -278,10 +278,10 @@ def _listed(module: Any, state: State) -> State:
 
 
 def _as_in_graphs(state: State) -> State:
-    """What compiled code is given, in eager calls as in graphs, since it is for one layout of
-    memory: a tensor with gaps, sliced or expanded, is copied row-major (see `own_strides`), and one
-    without gradient has an object of its own in every place (graphs hold memory for each that an
-    eager stage has made, see `detached_state`)."""
+    """Returns the state as compiled code gets it, in eager calls as in graphs, since it is for one
+    layout of memory. A tensor with gaps, sliced or expanded, is copied row-major (see
+    `own_strides`). One without gradient has an object of its own in every place (graphs hold memory
+    for each that an eager stage has made, see `detached_state`)."""
     seen, copies = set[int](), dict[int, torch.Tensor]()
 
     def own(leaf: Any) -> Any:
@@ -303,8 +303,8 @@ def _as_in_graphs(state: State) -> State:
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
-    """What captured code has made of `shown`, which was made of `state` by `hide_lengths`: what
-    came through is as it was."""
+    """Returns `result` with `hide_lengths` undone: values that captured code has passed through are
+    those of `state`."""
     return {
         key: state[key] if key in shown and shown[key] is value else value
         for key, value in result.items()
@@ -341,8 +341,8 @@ def detached_state(state: State, single: Container[int] = (), keep: Container[in
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
-    which is a fact of the call's key."""
+    """Numbers of the call's tensors, by identity: the first, of one that is there twice, which is a
+    fact of the call's key."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
 
@@ -369,7 +369,7 @@ class Opened:
         self.tensors, self.build, self.origins = tensors, build, origins
 
     def is_kept(self) -> bool:
-        """Whether somebody holds the object that was taken apart, or one within it."""
+        """Returns whether somebody holds the object that was taken apart, or one within it."""
         return any(origin() is not None for origin in self.origins)
 
     def close(self) -> Any:
@@ -423,7 +423,7 @@ def _opened(leaf: Any) -> Any:
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether the value is an object whose whole state is in its attributes."""
+    """Returns whether the value is an object whose whole state is in its attributes."""
     kind = type(value)
     return (
         isinstance(getattr(value, "__dict__", None), dict)
@@ -441,7 +441,7 @@ def _file_of(kind: type) -> str:
 
 
 def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins: list[Any]) -> Any:
-    """How to make `value` anew. seen: numbers of the objects met, by identity."""
+    """Returns how to make `value` anew. seen: numbers of the objects met, by identity."""
     if isinstance(value, torch.Tensor):
         number = next((i for i, tensor in enumerate(tensors) if tensor is value), len(tensors))
         if number == len(tensors):
@@ -474,7 +474,7 @@ def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins
 
 
 def _make(build: Any, tensors: list[Any], made: list[Any]) -> Any:
-    """What `build` says. made: the objects so far."""
+    """Follows the instructions `build`. made: the objects so far."""
     kind, what = build[0], build[1]
     if kind == "tensor":
         return tensors[what]

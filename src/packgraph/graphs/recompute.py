@@ -31,7 +31,7 @@ from packgraph.graphs.stages import State
 def unlike_captured(
     region: Region, lease: SlotLease, gradients: Sequence[torch.Tensor | None]
 ) -> str | None:
-    """Why no captured backward stands for one that begins now, if that is known."""
+    """Returns why no captured backward stands for one that begins now, if that is known."""
     if torch.is_autocast_enabled(region.modes.device_type):
         return fallback.UNDER_AUTOCAST
     if lease.is_spent(region.number):
@@ -171,7 +171,7 @@ class _Redrawing(CodeWatcher):
 def _drawing_again(
     region: Region, draws: PastDraws, run: Callable[[], dict[int, torch.Tensor]]
 ) -> dict[int, torch.Tensor]:
-    """What `run` returns, with the random numbers of the replay.
+    """Runs `run` with the random numbers of the replay; returns its result.
 
     Other threads may draw from the same generators meanwhile: so operations draw from private ones.
     Left are operations that take no generator, each of which moves the real ones for itself

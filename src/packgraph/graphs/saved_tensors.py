@@ -1,4 +1,4 @@
-"""What autograd saves for backward: whose it is, and who asks for it.
+"""Ownership of the tensors that autograd saves for backward.
 
 What autograd saves is not ours to move where a backward is running, which computes it again for
 itself and needs it next, nor where somebody else has hooks around (a checkpoint drops what ours
@@ -21,13 +21,13 @@ _OURS = __name__.split(".")[0]
 
 
 class Given:
-    """What was given to the backward that is running."""
+    """Tensor that was given to the backward that is running."""
 
     def __init__(self) -> None:
         self._kept: tuple[int, Tensor] | None = None
 
     def again(self) -> Tensor | None:
-        """What this backward was given before, None if it asks for the first time."""
+        """Returns the tensor that this backward was given before, None if there was none."""
         return self._kept[1] if self._kept is not None and self._kept[0] == _backward() else None
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Given:
 
 
 class Staying:
-    """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of
+    """Stand-in that autograd holds for a tensor that stays where it is, in a block with hooks: of
     what passes hooks it counts no changes itself. A leaf is held itself, since `.data` may give it
     other memory; others without their graph, in which this may lie. owner: whose block that is, in
     words."""
@@ -74,7 +74,7 @@ def staying(tensor: Tensor, owner: str) -> Staying | Tensor:
 
 
 def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
-    """What a backward says that wants a tensor which is another one now."""
+    """Returns the error of a backward that wants a tensor which was changed since."""
     return RuntimeError(
         f"a tensor of shape {shape} that {owner} saved for backward was changed in place "
         "afterwards: "
@@ -83,12 +83,12 @@ def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
 
 
 def are_watched() -> bool:
-    """Whether hooks of saved tensors are active (a checkpoint, offloading around the module)."""
+    """Returns whether hooks of saved tensors are active (a checkpoint, offloading)."""
     return _hooks() is not None
 
 
 def are_watched_by_others() -> bool:
-    """Whether hooks that are not packgraph's get what autograd saves now."""
+    """Returns whether hooks that are not packgraph's get what autograd saves now."""
     hooks = _hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS
 
@@ -98,12 +98,12 @@ def _hooks() -> tuple[Any, Any] | None:
 
 
 def in_backward() -> bool:
-    """Whether the caller's code runs for a backward."""
+    """Returns whether the caller's code runs for a backward."""
     return _backward() >= 0
 
 
 def are_others() -> bool:
-    """Whether what autograd saves now is not ours to move."""
+    """Returns whether packgraph must not move what autograd saves now."""
     return (
         in_backward()
         or torch._C._functorch.peek_interpreter_stack() is not None

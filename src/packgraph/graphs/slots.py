@@ -114,7 +114,7 @@ class Launches:
         self._lock.release()
 
     def share(self) -> None:
-        """From now on several threads train with the module."""
+        """Notes that several threads train with the module."""
         with self:
             self.shared = True
 
@@ -204,7 +204,7 @@ class Calls:
             self.shared = self.shared or lives
 
     def may_capture(self) -> bool:
-        """Whether this thread is within `capture`."""
+        """Returns whether this thread is within `capture`."""
         return self._capturer == threading.get_ident()
 
     @contextlib.contextmanager
@@ -256,8 +256,8 @@ class Calls:
             self._turn.wait(_LOOK_S)
 
     def _in_engine(self) -> bool:
-        """Whether this is the thread that runs all backwards of the device: a capture of any thread
-        needs it."""
+        """Returns whether this is the thread that runs all backwards of the device: a capture of
+        any thread needs it."""
         return self._cuda and torch._C._current_graph_task_id() != -1
 
     def _refuse_in_engine(self) -> None:
@@ -331,8 +331,8 @@ class Slot:
         return self.clear() if self.variants else 0
 
     def forget_smaller(self, key: Hashable) -> int:
-        """After building `key`: drop the variants whose buffers were replaced meanwhile; how many
-        were dropped."""
+        """Drops, after building `key`, the variants whose buffers were replaced meanwhile; returns
+        how many were dropped."""
         if not self.outgrown:
             return 0
         self.outgrown = False
@@ -447,15 +447,15 @@ class Slots:
         return shared + sum(slot.pool.nbytes() for slot in self.all)
 
     def has_free(self) -> bool:
-        """Whether `acquire` would find a slot now."""
+        """Returns whether `acquire` would find a slot now."""
         return bool(self._free) or self.limit is None or len(self.all) < self.limit
 
     def in_flight(self) -> int:
-        """How many slots are owned by a microbatch now."""
+        """Number of slots that a microbatch owns now."""
         return len(self.all) - len(self._free)
 
     def in_flight_elsewhere(self) -> bool:
-        """Whether microbatches of other threads that live own slots now."""
+        """Returns whether microbatches of other threads that live own slots now."""
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(
             slot.thread in others and not any(free is slot for free in self._free)
@@ -506,8 +506,8 @@ class SlotLease:
             self.pending = {other for other in self.pending if other <= region}
 
     def is_spent(self, region: int) -> bool:
-        """Whether a backward of `region` has no saved activations any more: it was run, or one of
-        an earlier region."""
+        """Returns whether a backward of `region` has no saved activations any more: it was run, or
+        one of an earlier region."""
         return region >= self._first_spent
 
     def finish_backward(self, region: int) -> None:
@@ -531,7 +531,7 @@ class SlotLease:
 
 
 def _is_graph_kept() -> bool:
-    """Whether the running backward has `retain_graph=True`."""
+    """Returns whether the running backward has `retain_graph=True`."""
     return (
         torch._C._current_graph_task_id() >= 0
         and torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]

@@ -202,8 +202,8 @@ GRANULARITIES = ("layer", "chunk")
 
 
 class NamedStage(Protocol):
-    """What this module needs of a stage: its name, the layer it belongs to, and why it cannot be
-    captured, if so."""
+    """Part of a stage that this module needs: its name, the layer it belongs to, and why it cannot
+    be captured, if so."""
 
     @property
     def name(self) -> str: ...
@@ -226,7 +226,7 @@ class Run:
 
 
 def in_scope(name: str, scope: Collection[str] | None) -> bool:
-    """Whether `scope` colours the stage `name`; None colours every stage."""
+    """Returns whether `scope` colours the stage `name`; None colours every stage."""
     return scope is None or any(name == asked or name.startswith(f"{asked}_") for asked in scope)
 
 

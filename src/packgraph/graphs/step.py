@@ -64,8 +64,8 @@ Finish = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Standing(enum.IntEnum):
-    """What a step is to one rank: not to be a graph, to be captured, captured, or captured before
-    the module changed."""
+    """Standing of a step on one rank: not to be a graph, to be captured, captured, or captured
+    before the module changed."""
 
     EAGER = 0
     NEW = 1
@@ -167,7 +167,7 @@ class GraphedStep:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked after every capture, where other ranks capture the same steps."""
+        """Communication with other ranks, after every capture of a step that they make, too."""
         return self._cache.consensus
 
     @consensus.setter
@@ -197,14 +197,14 @@ class GraphedStep:
         return variant.result.tensor.clone()
 
     def reason_against(self, *args: Any) -> str | None:
-        """Why a step with these arguments is no replay, or None; captures it if it is new, as
-        `ready`."""
+        """Returns the reason why a step with these arguments is no replay, or None; captures it if
+        it is new, as `ready`."""
         if self.ready(*args):
             return None
         return self._eager_reason(signature(args, {}, self._device))
 
     def ready(self, *args: Any) -> bool:
-        """Whether a step with these arguments can be replayed; captures it if it is new.
+        """Returns whether a step with these arguments can be replayed; captures it if it is new.
 
         With communication inside this is collective: every rank must ask for the same step.
 
@@ -243,7 +243,7 @@ class GraphedStep:
         return True
 
     def _standing(self, call: Signature | None) -> Standing:
-        """What a step with this signature is to this rank; forgets graphs of a changed module."""
+        """Returns this rank's standing of the step; forgets graphs of a changed module."""
         if call is None:
             return Standing.EAGER
         if call.key in self._guards and not self._guards[call.key].holds():
@@ -256,7 +256,7 @@ class GraphedStep:
         return Standing.EAGER if full or self._cache.has_failed(call.key) else Standing.NEW
 
     def _eager_reason(self, call: Signature | None) -> str:
-        """Why a step that is not `ready` runs eagerly."""
+        """Returns the reason why a step that is not `ready` runs eagerly."""
         if call is None:
             return fallback.NO_KEY
         if self._cache.has_failed(call.key):
@@ -265,7 +265,7 @@ class GraphedStep:
         return fallback.TOO_MANY_KEYS if own is Standing.EAGER else fallback.OTHER_RANK
 
     def others_replay(self, *args: Any) -> bool:
-        """Whether other ranks replay this step, which this one runs eagerly."""
+        """Returns whether other ranks replay this step, which this one runs eagerly."""
         call = signature(args, {}, self._device)
         return call is not None and call.key in self._stale
 
@@ -304,7 +304,7 @@ class GraphedStep:
 
     @property
     def _meets(self) -> bool:
-        """Whether a step ends in work with ranks that capture it, too."""
+        """True if a step ends in work with ranks that capture it, too."""
         return self._finish is not None and self.consensus is not alone
 
     def _meet(self) -> None:

@@ -1,8 +1,8 @@
-"""What code that is dry-run or captured does is undone when that ends, whether it fails or not.
+"""Reversal of the effects of code that is dry-run or captured, whether it fails or not.
 
-Writes to tensors that existed before (journal), states of random generators, of Python's and
-numpy's too, of Python's garbage collector and of the autocast cache, the module's parameters and
-attributes. What such code raises is told at the user's line (`explained`), and stages run as
+These are writes to tensors that existed before (journal), states of random generators, of Python's
+and numpy's too, of Python's garbage collector and of the autocast cache, the module's parameters
+and attributes. What such code raises is told at the user's line (`explained`), and stages run as
 compiled code in it, if there is any (`compiled_code`).
 """
 

@@ -154,7 +154,7 @@ class Wrapper(torch.nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
+        """True if the module is in training mode."""
         return _MODULE not in vars(self) or wrapped(self).training
 
     @training.setter
@@ -248,7 +248,7 @@ def wrapped(wrapper: Wrapper) -> torch.nn.Module:
 
 
 def control_of(wrapper: Wrapper) -> Any:
-    """What wraps the module of `wrapper`."""
+    """Returns the control that wraps the module of `wrapper`."""
     return vars(wrapper)[_CONTROL]
 
 

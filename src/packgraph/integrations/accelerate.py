@@ -49,12 +49,12 @@ class AcceleratedModule(torch.nn.Module):
         return control(self.graphed).stats
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Calls the module."""
         return self._called[0](*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As `accelerator.no_sync` and `accelerator.accumulate` want it: within the block nothing
-        is sent to other processes."""
+        """Sends nothing to other processes within the block, for `accelerator.no_sync` and
+        `accelerator.accumulate`."""
         (called,) = self._called
         found: AbstractContextManager[None]
         found = called.no_sync() if isinstance(called, ReplicatedModule) else nullcontext()

@@ -49,7 +49,7 @@ class ReplicatedStrategy(_Strategy):
 
 
 class _BackwardSync:
-    """What `fabric.no_backward_sync` asks. others: for modules that are not graphed."""
+    """Strategy behind `fabric.no_backward_sync`. others: for modules that are not graphed."""
 
     def __init__(self, others: Any) -> None:
         self._others = others

@@ -59,7 +59,7 @@ def packed_causal_conv(
 
 
 def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[str]:
-    """Why the kernels cannot do it; empty if they can."""
+    """Returns reasons why the kernels cannot compute the convolution; empty if they can."""
     found = []
     if not HAS_TRITON:
         found.append("Triton is not installed")
@@ -75,7 +75,7 @@ def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[s
 def plain_packed_causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool = True
 ) -> Tensor:
-    """As `packed_causal_conv`, by one shifted product per tap."""
+    """Returns the same as `packed_causal_conv`, by one shifted product per tap."""
     wide = torch.promote_types(x.dtype, torch.float32)
     live = (document_ids >= 0)[:, None]
     clean, taps = torch.where(live, x, 0).to(wide), weight.shape[1]

@@ -52,7 +52,7 @@ def _sum(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """What the activation is applied to: float32 [rows, columns]."""
+    """Operand of the activation: float32 [rows, columns]."""
     inside = column < channels
     total = row[:, None].to(tl.float32) * 0.0 + column[None, :].to(tl.float32) * 0.0
     if BIAS:
@@ -252,7 +252,7 @@ def _backward(  # type: ignore[no-untyped-def]
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
 ) -> Tensor:
-    """As `packed_causal_conv` in mamba/conv.py, for what `conv_problems` has no objection to."""
+    """Does the same as `packed_causal_conv` in mamba/conv.py, without `conv_problems`."""
     return _conv(x, weight, bias, document_ids, activation)
 
 

@@ -32,7 +32,7 @@ class ScanShape(NamedTuple):
 
 
 def ranks_problem(shape: ScanShape, ranks: int) -> str | None:
-    """Why the heads of a state space cannot be shared by `ranks`, None if they can."""
+    """Returns why the heads of a state space cannot be shared by `ranks`, None if they can."""
     parts = math.lcm(shape.groups, ranks)
     if shape.heads % parts:
         return (
@@ -66,7 +66,7 @@ def whole_scan_rows(
 
 
 def own_shape(shape: ScanShape, ranks: int) -> ScanShape:
-    """What of the state space one of `ranks` has; groups that several ranks need count on each."""
+    """Shape of the state space on one of `ranks`; groups that several ranks need count on each."""
     return shape._replace(heads=shape.heads // ranks, groups=math.lcm(shape.groups, ranks) // ranks)
 
 

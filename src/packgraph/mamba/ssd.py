@@ -74,7 +74,7 @@ def ssd(
 def ssd_problems(
     device: torch.device, dtype: torch.dtype, head_size: int, state_size: int, chunk: int
 ) -> list[str]:
-    """Why the kernels cannot do it; empty if they can."""
+    """Returns reasons why the kernels cannot compute the scan; empty if they can."""
     found = []
     if not HAS_TRITON:
         found.append("Triton is not installed")
@@ -108,7 +108,7 @@ def chunked_ssd(
     document_ids: Tensor,
     chunk: int = 128,
 ) -> Tensor:
-    """As `ssd`, by PyTorch's operations; differentiable. A chunk holds [Q, Q, H] numbers."""
+    """Computes `ssd` by PyTorch's operations; differentiable. A chunk holds [Q, Q, H] numbers."""
     length, heads, _ = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     ids = F.pad(document_ids, (0, -length % chunk), value=-1).view(-1, chunk)
@@ -241,7 +241,7 @@ def ssd_by_kernels(
     document_ids: Tensor,
     chunk: int,
 ) -> Tensor:
-    """As `ssd` in mamba/ssd.py, for what `ssd_problems` has no objection to."""
+    """Does the same as `ssd` in mamba/ssd.py, for inputs without `ssd_problems`."""
     return _ssd(x, dt, a, b, c, d, document_ids, chunk)
 
 

@@ -1,4 +1,4 @@
-"""How the kernels of mamba/ssd.py are tiled, and which of several kernels does a piece of it: one
+"""Tiles of the kernels of mamba/ssd.py, and the choice among several kernels for a piece of it: one
 table, by rows.
 
 Figures come from `benchmarks/ssd_tiles.py`. Every way gives the same numbers but for rounding. What
@@ -174,10 +174,10 @@ def ways_for(
 
 
 def launched(way: Carry | Mix | Pairs | Summed | Values) -> dict[str, int | None]:
-    """What a launch says of warps, stages and registers."""
+    """Launch options of warps, stages and registers."""
     return {"num_warps": way.warps, "num_stages": way.stages, "maxnreg": way.registers or None}
 
 
 def share_of(wanted: int, per_group: int) -> int:
-    """How many heads a program has: at most `wanted`, and a divisor of the heads of a group."""
+    """Number of heads of a program: at most `wanted`, and a divisor of the heads of a group."""
     return max(1, math.gcd(wanted, per_group))

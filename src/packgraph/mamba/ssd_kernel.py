@@ -118,7 +118,7 @@ def load_two(start, index, apart):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_ids_once(ids, row, rows):  # type: ignore[no-untyped-def]
-    """As `load_ids`, in the manner of `load_two`."""
+    """Does the same as `load_ids`, in the manner of `load_two`."""
     both = row[:, None] + tl.arange(0, 2)[None, :] * 0
     return tl.split(tl.load(ids + both, mask=both < rows, other=-1))[0]
 
@@ -317,7 +317,7 @@ def _carry(  # type: ignore[no-untyped-def]
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """How products are formed; of 16-bit numbers they are exact anyway."""
+    """Precision of products; of 16-bit numbers they are exact anyway."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 

@@ -138,7 +138,7 @@ def _values_groups(  # type: ignore[no-untyped-def]
     SKIP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `_values`, tile after tile of a chunk for SHARE heads of a group."""
+    """Variant of `_values` that goes tile after tile of a chunk for SHARE heads of a group."""
     tiles, parts = Q // TILE, HEADS // GROUPS // SHARE
     unit = tl.program_id(0) // (tiles * parts)
     tile, part = tl.program_id(0) // parts % tiles, tl.program_id(0) % parts

@@ -50,15 +50,15 @@ SCAN_WEIGHTS = 40
 
 @dataclass(frozen=True)
 class BranchWork:
-    """What one branch has to do. weights: that a token is multiplied by. stored: weights that are
-    read whatever the tokens need. other: further work for a token, in weights."""
+    """Work of one branch. weights: that a token is multiplied by. stored: weights that are read
+    whatever the tokens need. other: further work for a token, in weights."""
 
     weights: int
     stored: int
     other: int = 0
 
     def cost(self, tokens: int) -> int:
-        """For a row of so many tokens, forward and backward."""
+        """Cost of a row of so many tokens, forward and backward."""
         return max(tokens * self.weights, BALANCE * self.stored) + tokens * self.other
 
 
@@ -89,7 +89,7 @@ class BranchKind:
         raise NotImplementedError
 
     def work(self, config: "DecoderConfig") -> BranchWork:
-        """What one branch has to do for a token, for cutting pipeline stages."""
+        """Returns the work of one branch for a token, for cutting pipeline stages."""
         return BranchWork(self.weights(config), self.weights(config))
 
     def saved_columns(self, config: "DecoderConfig") -> float:
@@ -111,7 +111,7 @@ class BranchKind:
         return 0
 
     def context_problem(self, config: "DecoderConfig", ranks: int) -> str | None:
-        """Why `ranks` ranks cannot share a row by heads in this branch; None if they can."""
+        """Returns why `ranks` ranks cannot share a row by heads in this branch, or None."""
         return None
 
 
@@ -205,8 +205,8 @@ class MambaBranch(BranchKind):
         return BranchWork(weights, weights, SCAN_WEIGHTS * config.mamba.inner * config.mamba.state)
 
     def saved_columns(self, config: "DecoderConfig") -> float:
-        """What goes into the convolution and comes out of it, the gate, the result before and after
-        its norm, and the state after every chunk, in float32."""
+        """Numbers per token of the convolution's input and output, the gate, the result before and
+        after its norm, and the state after every chunk, in float32."""
         mamba = config.mamba
         return (
             2 * mamba.channels
@@ -216,13 +216,13 @@ class MambaBranch(BranchKind):
         )
 
     def product_columns(self, config: "DecoderConfig") -> float:
-        """What the first product makes, the scan's result and states, and the output."""
+        """Numbers per token of the first product, the scan's result and states, and the output."""
         mamba = config.mamba
         states = 2 * mamba.inner * mamba.state / mamba.chunk
         return 2 * mamba.inner + mamba.channels + mamba.num_heads + states + config.hidden_size
 
     def exchanged_columns(self, config: "DecoderConfig") -> int:
-        """What goes into the convolution, the time steps, and the outputs."""
+        """Numbers per token of the convolution's input, the time steps, and the outputs."""
         return config.mamba.channels + config.mamba.num_heads + config.mamba.inner
 
     def operations(self, config: "DecoderConfig", lengths: Sequence[int]) -> int:
@@ -250,7 +250,7 @@ class FeedForwardBranch(BranchKind):
         return 4 * config.intermediate_size
 
     def product_columns(self, config: "DecoderConfig") -> float:
-        """What the products make."""
+        """Numbers per token of the products' results."""
         return (_matrices(config) - 1) * config.intermediate_size + config.hidden_size
 
 

@@ -69,7 +69,7 @@ class RopeScaling:
 
     @property
     def enabled(self) -> bool:
-        """Whether positions are scaled."""
+        """True if positions are scaled."""
         return self.factor > 1.0
 
     @property
@@ -134,7 +134,7 @@ class LatentConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether the decoder has latent attention."""
+        """True if the decoder has latent attention."""
         return self.kv_rank > 0
 
     @property
@@ -200,11 +200,11 @@ class ExpertConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any layer has experts."""
+        """True if any layer has experts."""
         return self.count > 0
 
     def has_layer(self, index: int) -> bool:
-        """Whether layer `index` has experts."""
+        """Returns whether layer `index` has experts."""
         return self.enabled and index >= self.first_dense
 
 
@@ -288,7 +288,7 @@ class MambaConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether there may be such layers."""
+        """True if there may be such layers."""
         return self.num_heads > 0
 
     @property
@@ -378,14 +378,14 @@ class DecoderConfig:
         return layers[index % len(layers)]
 
     def of_layer(self, index: int) -> "DecoderConfig":
-        """What layer `index` is built by: this, with the precision that it has."""
+        """Configuration of layer `index`: this one, with the precision of that layer."""
         ends = min(self.bf16_ends, self.num_layers)
         if self.precision == NATIVE or ends <= index < self.num_layers - ends:
             return self
         return dataclasses.replace(self, precision=NATIVE)
 
     def count(self, branch: str) -> int:
-        """How many layers have this branch, those of multi-token prediction too."""
+        """Number of layers that have this branch, those of multi-token prediction too."""
         return sum(branch in self.branches(index) for index in range(self.depth))
 
     def kinds(self) -> Mapping[str, BranchKind]:

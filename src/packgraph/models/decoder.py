@@ -150,8 +150,8 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
 
 @lru_cache
 def end_units(config: DecoderConfig) -> int:
-    """How many of embedding and head are sharded as layers are: none where several stages read one
-    matrix."""
+    """Number of units (embedding, head) that are sharded as layers are: none where several stages
+    read one matrix."""
     with torch.device("meta"):
         return len(DecoderStack(config, {}).ends)
 
@@ -169,8 +169,8 @@ def named_stages(config: DecoderConfig) -> Sequence[Stage]:
 def parts_without(
     config: DecoderConfig, parts: int, scope: Collection[str], tokens: int = TOKENS
 ) -> list[int]:
-    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage in
-    `scope`; as above."""
+    """Numbers of those `parts` pipeline stages of a decoder, cut for `tokens`, that have no stage
+    in `scope`; as above."""
     found = []
     with torch.device("meta"):
         for number, indices in enumerate(stage_layers(config, parts, tokens)):

@@ -1,4 +1,4 @@
-"""What foreign code raises about a user's file, as one line that names the file.
+"""Errors that foreign code raises about a user's file, as one line that names the file.
 
     user's file ─▶ transformers, tokenizers, safetensors, datasets, json, the file system
                      └ raises what it likes ─▶ `naming` ─▶ DataError, ConfigError, WeightsError
@@ -64,7 +64,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Whether an error is no fault of packgraph, and none of the errors that it raises itself."""
+    """Returns whether an error comes from foreign code, and is none that packgraph raises."""
     kind = type(error)
     if not isinstance(error, Exception):  # of Rust code, a class without a public name
         return kind.__name__ == "PanicException"

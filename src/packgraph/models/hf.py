@@ -360,7 +360,7 @@ def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
 
 
 def _are_equal(files: Mapping[str, Path], one: str, other: str) -> bool:
-    """Whether two stored tensors of the same shape are equal, some rows in memory at a time."""
+    """Compares two stored tensors of the same shape, some rows in memory at a time."""
     with open_tensors(files[one]) as first, open_tensors(files[other]) as second:
         slices = first.get_slice(one), second.get_slice(other)
         starts = range(0, slices[0].get_shape()[0], ROWS)

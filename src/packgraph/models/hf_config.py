@@ -66,7 +66,7 @@ SHAPE: tuple[str, ...] = tuple(
 
 @dataclass
 class Rope:
-    """What a config.json says of rotary positions, and every reason why it is not known here."""
+    """Settings of rotary positions in a config.json, and every reason why one is not known here."""
 
     theta: Any = 10000.0
     scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
@@ -74,8 +74,8 @@ class Rope:
 
 
 def read_rope(description: Mapping[str, Any], *, scaled: bool) -> Rope:
-    """What `description`, a parsed config.json, says. scaled: whether the architecture may scale
-    positions (YaRN)."""
+    """Reads rotary positions from `description`, a parsed config.json. scaled: whether the
+    architecture may scale positions (YaRN)."""
     found = Rope()
     scalings = [
         _scaling(description[place], place, description, scaled, found.reasons)

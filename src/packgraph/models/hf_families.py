@@ -90,8 +90,8 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)
 
     def tensor_name(self, name: str, prefix: str | None = None) -> str:
-        """What our tensor `name` (as in a state_dict) is called in a checkpoint whose names begin
-        with `prefix`."""
+        """Name of our tensor `name` (as in a state_dict) in a checkpoint whose names begin with
+        `prefix`."""
         if name.startswith("lm_head."):
             return name
         for pattern, replacement in self.renamed:

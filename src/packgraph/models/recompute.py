@@ -1,4 +1,4 @@
-"""Which stages of a model are recomputed in the backward: `packgraph.recompute`.
+"""Recomputation of stages of a model in the backward: `packgraph.recompute`.
 
     none         nothing
     selective    attn, mamba, mlp, moe_*: all but products, attention and scans    (graphs/checkpointed.py)
@@ -80,7 +80,7 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
 
 
 def kind_of(stage: str, what: What) -> str:
-    """How a stage of a decoder is recomputed: `full`, `selective`, or empty."""
+    """Kind of recomputation of a decoder's stage: `full`, `selective`, or empty."""
     if isinstance(what, str) and what in KINDS:
         is_branch = in_scope(stage, BRANCHES)
         return what if is_branch and what != NONE else ""
@@ -118,7 +118,7 @@ def _names(layer: DecoderLayer) -> list[str]:
 
 
 def _expert_problems(layer: DecoderLayer, stages: Sequence[str]) -> list[str]:
-    """Why stages of experts of a layer cannot be recomputed."""
+    """Returns reasons why stages of experts of a layer cannot be recomputed."""
     block = getattr(layer, "mlp", None)
     mine = [name for name in stages if in_scope(name, ["moe"])]
     if not isinstance(block, MoEBlock) or not mine:
@@ -132,7 +132,7 @@ def _expert_problems(layer: DecoderLayer, stages: Sequence[str]) -> list[str]:
 
 
 def _exchanges(module: nn.Module) -> bool:
-    """Whether layers exchange data between ranks: split matrices, or rows spread over ranks."""
+    """Returns whether ranks exchange data within layers: split matrices, or spread rows."""
     return any(isinstance(value, DTensor) for value in module.parameters()) or any(
         isinstance(part, DecoderStack) and part.contexts for part in module.modules()
     )

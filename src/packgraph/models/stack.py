@@ -144,7 +144,7 @@ class DecoderStack(nn.Module):
         return state if hidden is None else {**state, "hidden": hidden}
 
     def _ranks_of(self, batch: PackedBatch) -> int:
-        """How many ranks share the row of `batch`."""
+        """Number of ranks that share the row of `batch`."""
         return (
             self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
         )

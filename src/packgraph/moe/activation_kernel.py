@@ -100,7 +100,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def activate(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
-    """As `activation`: [R, I]."""
+    """Launches `activation`: [R, I]."""
     h = _by_rows(h)
     rows, width = h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
     out = h.new_empty(rows, width)
@@ -124,7 +124,7 @@ def activate(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) ->
 def activate_backward(
     grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `activation_backward`: gradients of h and of weights [R], and the activation [R, I]."""
+    """Launches `activation_backward`: gradients of h and weights [R], and the activation [R, I]."""
     h, grad = _by_rows(h), _by_rows(grad)
     rows, width = grad.shape
     of_h, of_weights, act = (

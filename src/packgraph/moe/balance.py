@@ -53,8 +53,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float | Tensor) -> None:
 
 
 def count_keys(keys: Tensor, live: Tensor, size: int) -> Tensor:
-    """How often each of 0 ... size - 1 stands in `keys` where `live`: int32 [size]. keys: int,
-    live: bool, any shape.
+    """Counts 0 ... size - 1 in `keys` where `live`: int32 [size]. keys: int, live: bool, any shape.
 
     int32, which Inductor adds atomically inside its kernels (int64 it does not). What is not live
     adds nothing, but somewhere: spread over all places, since additions to one place wait for each
@@ -188,8 +187,7 @@ def _balance_loss(
 def _prices(
     experts: Tensor, segments: Tensor, count: int, num_experts: int, context: ContextGroup | None
 ) -> Tensor:
-    """What one unit of a token's share adds to the loss: float32 [count + 1, E], 0 in the last row
-    (padding).
+    """Loss per unit of a token's share: float32 [count + 1, E], 0 in the last row (padding).
 
     E * f / (tokens of the segment * segments with tokens), since P is a mean over the segment's
     tokens.

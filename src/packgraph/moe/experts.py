@@ -153,7 +153,7 @@ class Experts(nn.Module):
         return product(values, matrices, offsets, True, self.by)
 
     def second(self, h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """What follows it: [R, H]."""
+        """The activation and the product after it: [R, H]."""
         return activate_and_multiply(h, weights, self.down_proj, offsets, self.gated, self.by)
 
     def extra_repr(self) -> str:

@@ -1,5 +1,5 @@
-"""Which row of the experts' input each routed token takes, decided on the device; and moving rows
-there and back.
+"""Rows of the experts' input for routed tokens, decided on the device; and moving rows there and
+back.
 
     experts [T, k]     token 0: 2 0   token 1: 0 -   token 2: 2 1            (-: padding, routed nowhere)
     rows [R]           expert 0: (0,1) (1,0) | expert 1: (2,1) | expert 2: (0,0) (2,0) | empty ...

@@ -48,7 +48,7 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scan(counts, totals, blocks, TILES: tl.constexpr, SCAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of one expert: counts become what earlier blocks have, totals what all have."""
+    """Prefix sums of one expert: counts become what earlier blocks have, totals what all have."""
     expert = tl.program_id(0).to(tl.int64)
     before = 0
     for tile in range(TILES):

@@ -78,8 +78,7 @@ def _in_float32(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _as_given(x: Tensor) -> torch.autocast:
-    """Within it products are of the dtypes that go in, also where a backward runs under
-    autocast."""
+    """Context for products of the dtypes that go in, also where a backward runs under autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
 

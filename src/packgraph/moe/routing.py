@@ -1,5 +1,5 @@
-"""Which experts each token goes to and with what weights, decided on the device with static shapes
-and no host sync.
+"""Choice of experts and their weights for each token, on the device, with static shapes and no host
+sync.
 
     logits [T, E] -> scores --(+ bias per expert, whole groups left out: for the choice alone)-->
     experts [T, k]
@@ -129,8 +129,8 @@ route_in_one.register_autograd(_differentiate, setup_context=_save)
 
 
 class RouterSettings(Protocol):
-    """What `route` must know of a layer; the fields mean what they mean in `ExpertConfig`, which
-    has them all."""
+    """Fields of a layer that `route` needs; they mean what they mean in `ExpertConfig`, which has
+    them all."""
 
     @property
     def per_token(self) -> int: ...

@@ -132,19 +132,19 @@ def detach(runtime: OffloadRuntime, chunk: nn.Module) -> None:
 
 
 def is_attached(chunk: nn.Module) -> bool:
-    """Whether a runtime moves something of `chunk`."""
+    """Returns whether a runtime moves something of `chunk`."""
     return any(isinstance(vars(module).get("offload"), LayerMark) for module in chunk.modules())
 
 
 def _is_mark(value: Any) -> bool:
-    """Whether an attribute can be a mark: a flag of the user's may have that name, too."""
+    """Returns whether an attribute can be a mark: a flag of the user's may have that name, too."""
     return value is None or (callable(value) and not isinstance(value, nn.Module))
 
 
 def layer_names(names: Sequence[str]) -> list[str]:
-    """For each of these modules the name of its layer: up to the last number that others of them
-    stand beside under another one, or else the first number at all; without a number the whole,
-    ''."""
+    """Returns the name of the layer of each of these modules: up to the last number that others of
+    them stand beside under another one, or else the first number at all; without a number the
+    whole, ''."""
     beside: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for parent, number in _numbers_in(name):

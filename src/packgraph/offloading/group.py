@@ -75,8 +75,8 @@ class GroupMemory:
         self._group = weakref.ref(group)
 
     def still(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory, unchanged since it was saved first, and may be
-        saved as a part of it: once it comes back from the host that is another memory."""
+        """Returns whether `tensor` lies in this memory, unchanged since it was saved first, and may
+        be saved as a part of it: once it comes back from the host that is another memory."""
         group = self._group()
         return (
             self.storage() is not None
@@ -94,10 +94,10 @@ class GroupMemory:
                 handle.changed = tensor._version != handle.version
 
     def is_held(self) -> bool:
-        """Whether somebody else holds it, so that moving frees nothing. Our references are the
-        tensor of every handle while it has not moved, the source of its copy and what is watched
-        until main has waited, and the storage's Python object here; who keeps that object instead
-        of a tensor is not seen."""
+        """Returns whether somebody else holds it, so that moving frees nothing. Our references are
+        the tensor of every handle while it has not moved, the source of its copy and what is
+        watched until main has waited, and the storage's Python object here; who keeps that object
+        instead of a tensor is not seen."""
         storage = self.storage()
         if storage is None:
             return False
@@ -111,10 +111,10 @@ class GroupMemory:
 
 @dataclass(eq=False)
 class Handle:
-    """What autograd holds in place of a saved tensor. home: the group of its memory, an earlier one
-    perhaps. kept: the tensor itself, where its memory stays. placed: of a DTensor, how its local
-    part, which is what all else speaks of, lies on the mesh. asked: whether a backward has. given:
-    what came back for it. changed: whether it was written to while its memory was copied."""
+    """Stand-in that autograd holds for a saved tensor. home: the group of its memory, an earlier
+    one perhaps. kept: the tensor itself, where its memory stays. placed: of a DTensor, how its
+    local part, which is what all else speaks of, lies on the mesh. asked: whether a backward has.
+    given: what came back for it. changed: whether it was written to while its memory was copied."""
 
     group: "SavedGroup"
     home: "SavedGroup"
@@ -242,8 +242,8 @@ class SavedGroup:
         return handle
 
     def in_parts(self, most: int) -> list[list[GroupMemory]]:
-        """What was saved, in order, in at most so many parts of about as many bytes. They follow
-        from shares, so that rows of all sizes have the same ones."""
+        """Splits what was saved, in order, into at most `most` parts of about as many bytes. They
+        follow from shares, so that rows of all sizes have the same ones."""
         living = {id(handle.memory) for handle in self._living()}
         memories = [memory for memory in self.memories.values() if id(memory) in living]
         total, before, found = (
@@ -346,16 +346,16 @@ class SavedGroup:
 
     @property
     def told(self) -> str:
-        """As messages call it."""
+        """Name in messages."""
         return f"{self.name} of layer {self.layer}"
 
     @property
     def moved_bytes(self) -> int:
-        """Of what has moved, and comes back."""
+        """Bytes that have moved, and come back."""
         return sum(memory.nbytes for memory in self.moved)
 
     def has_left(self) -> bool:
-        """Whether main has waited for the copy to the host."""
+        """Returns whether main has waited for the copy to the host."""
         return self.copy_out is not None and self.copy_out.done
 
     def reached(self) -> None:
@@ -384,8 +384,8 @@ class SavedGroup:
         self.host = None
 
     def bring(self, memory: GroupMemory) -> Tensor:
-        """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is
-        gone."""
+        """Returns the contents of `memory`, uint8 [n]; main has waited for them. Raises
+        RuntimeError when it is gone."""
         self.start_reload()
         if self.copy_back is not None and not self.copy_back.done:
             self._wait(self.copy_back)

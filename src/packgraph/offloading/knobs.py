@@ -23,7 +23,7 @@ NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 
 @dataclass(frozen=True)
 class OffloadKnobs:
-    """What is set by hand. Raises ValueError with all reasons when it makes no sense.
+    """Options that are set by hand. Raises ValueError with all reasons when it makes no sense.
 
     fraction: of the groups that may move, 0 to 1; those first in the forward move. min_bytes:
     smaller groups stay. margin: so many groups stay that the backward needs first, all parts of

@@ -42,8 +42,8 @@ KEPT = -1  # reload_at of a group that does not move
 
 @dataclass(frozen=True)
 class OffloadGroup:
-    """What one module of one layer saves, of one microbatch; a trace holds them in the order of
-    their forwards.
+    """Tensors that one module of one layer saves, of one microbatch; a trace holds groups in the
+    order of their forwards.
 
     name: of the module (`offloading/rules.py`). layer: index. bytes: on the device, and of its
     buffer on the host. forward_us: from the start of the microbatch's forward to this group's
@@ -74,11 +74,11 @@ class CopySpeed:
     latency_us: float = 10.0
 
     def to_host_us(self, group: OffloadGroup) -> float:
-        """How long the copy of a group to the host takes."""
+        """Time that the copy of a group to the host takes."""
         return group.copies * self.latency_us + group.bytes / self.to_host_bytes_per_us
 
     def to_device_us(self, group: OffloadGroup) -> float:
-        """How long its reload takes."""
+        """Time that its reload takes."""
         return group.copies * self.latency_us + group.bytes / self.to_device_bytes_per_us
 
 
@@ -145,8 +145,8 @@ class OffloadTrace:
 
     @cached_property
     def gone(self) -> tuple[int, ...]:
-        """In backward order, the bytes of the modules whose backwards are over as a group's own
-        starts."""
+        """Bytes of the modules whose backwards are over as a group's own starts, in backward
+        order."""
         found, gone, running, block = list[int](), 0, 0, KEPT
         for index in self.backward_order:
             if self.blocks[index] != block:
@@ -176,7 +176,7 @@ class OffloadTrace:
 
     @property
     def bytes(self) -> int:
-        """Of all groups of one microbatch."""
+        """Bytes of all groups of one microbatch."""
         return sum(group.bytes for group in self.groups)
 
     @property
@@ -200,7 +200,7 @@ class OffloadTrace:
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What moves, when it comes back, and what that is predicted to give and to cost.
+    """Plan of offloading: what moves, when it comes back, and the predicted savings and costs.
 
     moves: per group. reload_at: per group, the index of the group at whose backward its reload is
     queued (its own at the latest), KEPT where it does not move. in_flight: copies to the host that
@@ -238,7 +238,7 @@ class OffloadPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """What the peak falls by."""
+        """Bytes by which the peak falls."""
         return self.kept_peak_bytes - self.peak_bytes
 
 
@@ -324,7 +324,7 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
 
 
 def _release_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
-    """What is wrong with `plan.release_at`."""
+    """Returns what is wrong with `plan.release_at`."""
     count, errors, before = len(trace.groups), list[str](), 0
     if len(plan.release_at) not in (0, count):
         return [

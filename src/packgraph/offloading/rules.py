@@ -1,5 +1,5 @@
-"""Which modules may be offloaded together, in this model with these graphs: one function, all
-reasons at once.
+"""Rules of which modules may be offloaded together, in this model with these graphs: one function,
+all reasons at once.
 
     attn_norm  qkv_linear  core_attn  attn_proj  |  mlp_norm  mlp_act  |  expert_fc1  moe_act
     [--------------- stage attn ---------------]    [--- mlp ---]         [-- moe_experts --]

@@ -88,7 +88,7 @@ class Pass:
         return memory if memory is not None and memory.still(tensor) else None
 
     def to_reload(self, order: int) -> list[SavedGroup]:
-        """What starts to come back when backward reaches group `order`: first what is needed
+        """Groups that start to come back when backward reaches group `order`: first what is needed
         first."""
         here = self.entries[order]
         waiting = [
@@ -215,10 +215,10 @@ class OffloadRuntime:
         return self._trace if self._trace is not None or times is None else times.trace()
 
     def replayed(self, speed: CopySpeed) -> tuple[OffloadTrace, CopySpeed] | None:
-        """What the plan's groups take in graphs, by their last replay: of the largest pass that was
-        captured whole with `times_graphs` and has run, stretched to the bytes that the plan is for.
-        None where there is none, as with graphs of layers. speed: of copies, where none were timed.
-        Waits for the device."""
+        """Returns the trace of the plan's groups in graphs, and the speed of copies, by their last
+        replay: of the largest pass that was captured whole with `times_graphs` and has run,
+        stretched to the bytes that the plan is for. None where there is none, as with graphs of
+        layers. speed: of copies, where none were timed. Waits for the device."""
         if self._trace is None:
             return None
         named = [(group.layer, group.name, group.part) for group in self._trace.groups]
@@ -489,8 +489,8 @@ class OffloadRuntime:
 
 
 def _can_move(tensor: Tensor) -> bool:
-    """Whether it is its bytes, in memory that a backward alone needs: no parameter, and no
-    conjugate or negative that is yet to be made (a bit of the tensor says so)."""
+    """Returns whether a tensor is its bytes, in memory that a backward alone needs: no parameter,
+    and no conjugate or negative that is yet to be made (a bit of the tensor says so)."""
     return (
         type(tensor) in (Tensor, DTensor)
         and tensor.layout is torch.strided

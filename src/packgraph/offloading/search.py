@@ -1,4 +1,4 @@
-"""Which groups move, for a budget of memory or of time: the best of many candidates.
+"""Search for the groups to move, for a budget of memory or of time: the best of many candidates.
 
     bytes: "fit in N GiB"       least waiting  among plans whose peak fits
     time:  "lose at most 1 %"   least peak     among plans that wait no longer
@@ -103,8 +103,8 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
 
 
 def _few_large(sizes: np.ndarray) -> np.ndarray:
-    """For each number of LARGE the groups that may move: bool [len(LARGE), groups]. sizes: 0 of
-    those that may not."""
+    """Groups that may move, for each number of LARGE: bool [len(LARGE), groups]. sizes: 0 of those
+    that may not."""
     large = sizes > sizes.sum() / (sizes > 0).sum()
     number = np.cumsum(large)  # of a large group, from 1
     return np.array(
@@ -116,7 +116,7 @@ def _few_large(sizes: np.ndarray) -> np.ndarray:
 
 
 def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:
-    """In the order given."""
+    """Removes duplicates, in the order given."""
     keys = np.concatenate([np.packbits(moves, axis=1), in_flight[:, None].astype(np.uint8)], axis=1)
     _, first = np.unique(keys, axis=0, return_index=True)
     first.sort()

@@ -69,7 +69,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class OffloadTimeline:
-    """What happens, in us from the start of the forward.
+    """Timeline of a microbatch, in us from the start of the forward.
 
     copies: in the order in which they were queued. waits: of compute, those of no length left out.
     commits, backwards: per group, when its forward has ended and when its backward starts, waits
@@ -90,7 +90,7 @@ class OffloadTimeline:
 
     @property
     def exposed_us(self) -> float:
-        """How long compute waits."""
+        """Time that compute waits."""
         return sum(wait.end - wait.start for wait in self.waits)
 
     @property
@@ -101,7 +101,7 @@ class OffloadTimeline:
         )
 
     def copy_us(self, to_host: bool) -> float:
-        """How long copies of one direction take together."""
+        """Time that copies of one direction take together."""
         return sum(copy.end - copy.start for copy in self.copies if copy.to_host == to_host)
 
 
@@ -268,9 +268,9 @@ def predicted(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> Offlo
 
 @dataclass(frozen=True)
 class Forwards:
-    """Of C forwards: time that compute waits, float [C]; the most that the device holds until the
-    backward begins, beyond the trace's rooms, int64 [C]; what a microbatch keeps afterwards, int64
-    [C]."""
+    """Costs of C forwards: time that compute waits, float [C]; the most that the device holds until
+    the backward begins, beyond the trace's rooms, int64 [C]; what a microbatch keeps afterwards,
+    int64 [C]."""
 
     exposed_us: np.ndarray
     peak_bytes: np.ndarray
@@ -279,8 +279,8 @@ class Forwards:
 
 @dataclass(frozen=True)
 class BackwardTimes:
-    """Of one backward: time that compute waits, the most that the device holds beyond the trace's
-    rooms, where reloads start."""
+    """Costs of one backward: time that compute waits, the most that the device holds beyond the
+    trace's rooms, and where reloads start."""
 
     exposed_us: float
     peak_bytes: int
@@ -304,8 +304,8 @@ class Passes:
         self.gone = trace.gone
 
     def forwards(self, moves: np.ndarray, in_flight: np.ndarray) -> Forwards:
-        """What C forwards cost that give memory back as `with_releases` says. moves: bool [C,
-        groups]. in_flight: int64 [C]."""
+        """Computes the costs of C forwards that give memory back as `with_releases` says. moves:
+        bool [C, groups]. in_flight: int64 [C]."""
         count, rows = len(moves), np.arange(len(moves))
         kept = (~moves).astype(np.int64) @ np.array(self.bytes, dtype=np.int64)
         held = self.trace.other_bytes + (self.trace.slots - 1) * kept
@@ -341,8 +341,8 @@ class Passes:
     def backward(
         self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")
     ) -> BackwardTimes | None:
-        """What the backward of `moves` costs, with reloads as early as `limit` bytes allow, beyond
-        the trace's rooms.
+        """Computes the costs of the backward of `moves`, with reloads as early as `limit` bytes
+        allow, beyond the trace's rooms.
 
         A reload that its own backward has to start gets its memory beyond the limit, too: compare
         `peak_bytes`. None as soon as compute waits for more than `most_us`.

@@ -1,5 +1,5 @@
-r"""What plans of offloading are made from: times, bytes and room that a pass was seen to have, and
-the speed of plain copies.
+r"""Measurements that plans of offloading are made from: times, bytes and room of a pass, and the
+speed of plain copies.
 
 Plans are to know about compute alone. Where groups moved meanwhile main has waited for copies, so
 its waits are timed, too, and taken out:
@@ -105,7 +105,7 @@ class _Look(NamedTuple):
 
 
 class Headroom:
-    """Of one pass. Begins with the pass."""
+    """Room that one pass leaves beside the groups. Begins with the pass."""
 
     def __init__(self, copy_streams: CopyStreams) -> None:
         self._copy_streams = copy_streams
@@ -123,8 +123,8 @@ class Headroom:
             self._forward.append(found.most - held)
 
     def is_others(self, nbytes: int, first: int, end: int) -> None:
-        """As modules `first` up to `end` were made, by number from 0, `nbytes` counted as groups'
-        that were not."""
+        """Corrects the count: as modules `first` up to `end` were made, by number from 0, `nbytes`
+        counted as groups' that were not."""
         for module in range(first, min(end, len(self._forward))):
             self._forward[module] += nbytes
 
@@ -141,7 +141,7 @@ class Headroom:
 
     @property
     def _backward(self) -> dict[int, int]:
-        """By module, what its backward needs of all else."""
+        """Memory beside the groups that each module's backward needs."""
         needs = dict[int, int]()
         least = list(accumulate((look.rest for look in reversed(self._looks)), min))[
             ::-1
@@ -157,12 +157,12 @@ class Headroom:
 
     @property
     def nbytes(self) -> int:
-        """What `OffloadTrace.forward_room` says; 0 where nobody knows."""
+        """Room of the forward, as in `OffloadTrace.forward_room`; 0 where nobody knows."""
         return self._most - max([0, *self._forward])
 
     def of(self, modules: Sequence[int]) -> tuple[int, ...]:
-        """What `OffloadTrace.backward_room` says of groups of these modules; empty where nobody
-        knows."""
+        """Room of the backward for groups of these modules, as in `OffloadTrace.backward_room`;
+        empty where nobody knows."""
         needs, most = self._backward, self._most
         return tuple(most - needs.get(module, most) for module in modules) if needs else ()
 
@@ -303,7 +303,7 @@ class PassTimes:
             self._given_back()
 
     def forward_is_over(self) -> None:
-        """It is known what stays: that never was the groups'."""
+        """Corrects the counts, now that it is known what stays: that never was the groups'."""
         self._given_back()
         for order, made in enumerate(self.made):
             surplus = self._counted[order] - made.nbytes
@@ -346,7 +346,7 @@ class PassTimes:
 
     @property
     def nbytes(self) -> int:
-        """Of all groups that may move."""
+        """Bytes of all groups that may move."""
         return sum(made.nbytes for made in self.made)
 
     def names(self) -> list[tuple[int, str, int]]:
@@ -354,15 +354,15 @@ class PassTimes:
         return [(made.layer, made.name, made.part) for made in self.made]
 
     def is_complete(self) -> bool:
-        """Whether backward has come to every module that has saved something, if not to each part
-        of that."""
+        """Returns whether backward has come to every module that has saved something, if not to
+        each part of that."""
         return bool(self.needed) and self._saving <= {
             self.made[order].block for order in self.needed
         }
 
     def is_replayed(self) -> bool:
-        """Whether the graphs of a captured pass have run: one, or one of its forward and one of its
-        backward. Among more, copies end with each, and those waits belong to no group."""
+        """Tells whether the graphs of a captured pass have run: one, or one of its forward and one
+        of its backward. Among more, copies end with each, and those waits belong to no group."""
         return len(self.scopes) <= 2 and self.scopes <= self.copy_streams.replayed
 
     def trace(self) -> OffloadTrace:

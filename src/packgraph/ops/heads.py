@@ -37,7 +37,7 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 def turns_heads(
     q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor]
 ) -> bool:
-    """Whether heads q [T, Hq, D] and k [T, Hkv, D] are to be normalised and rotated by the
+    """Returns whether heads q [T, Hq, D] and k [T, Hkv, D] are to be normalised and rotated by the
     operation here. tables: cosines and sines [T, R]."""
     operands, head_dim = (q, k, *weights, *tables), q.shape[2]
     return (
@@ -57,12 +57,12 @@ def turns_heads(
 # runs.
 @torch.compiler.assume_constant_result
 def is_measured(device: torch.device) -> bool:
-    """Whether there are kernels for this device and `LEAST_ROWS` holds for it."""
+    """Returns whether there are kernels for this device and `LEAST_ROWS` holds for it."""
     return HAS_TRITON and on_hopper(device)
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether it is no DTensor and the like."""
+    """Returns whether `x` is a plain tensor or parameter, no DTensor and the like."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -120,7 +120,7 @@ def _halves_of_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Four:
 def _turn(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of the shapes of q and k, contiguous. Differentiable in both and in their weights."""
+    """Normalises and rotates q and k; contiguous. Differentiable in both and in their weights."""
     if not q.is_cuda:
         return (
             naive_turn(q, q_weight, eps, cos, sin),

@@ -81,7 +81,7 @@ class LinearProduct(ABC):
         return ProductLinear(self, inputs, outputs, bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-        """What layers of this product make of one input: for products that can share work, such as
+        """Applies layers of this product to one input: for products that can share work, such as
         converting x."""
         return tuple(layer(x) for layer in layers)
 
@@ -140,8 +140,8 @@ class ProductLinear(nn.Linear):
 
 
 def is_plain(layer: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a call of `layer` is the forward of `kind` and nothing else: no adapter around it, no
-    hooks, no forward of its own."""
+    """Returns whether a call of `layer` is the forward of `kind` and nothing else: no adapter
+    around it, no hooks, no forward of its own."""
     return (
         type(layer) is kind
         and "forward" not in layer.__dict__
@@ -158,7 +158,7 @@ def linear_layer(by: str, inputs: int, outputs: int, bias: bool = False) -> nn.L
 
 
 def merged(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What layers of one product make of the same x [R, I]."""
+    """Applies layers of one product to the same x [R, I]."""
     return PRODUCTS[getattr(layers[0], "by", NATIVE)].merged(x, layers)
 
 
@@ -201,7 +201,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _as_given(x: Tensor) -> torch.autocast:
-    """Within it products are of the dtypes that go in: backwards may run under autocast."""
+    """Context for products of the dtypes that go in: backwards may run under autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -47,7 +47,7 @@ def is_word(labels: Tensor, vocab_size: int) -> Tensor:
 
 
 def writes_over(logits: Tensor) -> bool:
-    """Whether one kernel makes gradients of such logits in their place: on CUDA with Triton."""
+    """Returns whether a kernel writes gradients over such logits: on CUDA with Triton."""
     return HAS_TRITON and logits.is_cuda
 
 

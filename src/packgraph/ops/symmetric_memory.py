@@ -21,12 +21,12 @@ _allocated = weakref.WeakSet["SymmetricMemory"]()
 
 
 class NoSymmetricMemory(RuntimeError):
-    """There is no memory that these ranks could read from each other; the message says why."""
+    """Error of ranks that have no memory to read from each other; the message says why."""
 
 
 def symmetric_problem(device: torch.device, ranks: int) -> str | None:
-    """Why these ranks cannot have symmetric memory, None where they can. Facts that all ranks of a
-    host share."""
+    """Returns the reason why these ranks cannot have symmetric memory, None where they can. Facts
+    that all ranks of a host share."""
     if device.type != "cuda":
         return f"symmetric memory is memory of GPUs, not of {device.type}"
     if not 2 <= ranks <= MOST_RANKS:
@@ -45,8 +45,8 @@ def most_symmetric_bytes() -> int:
 
 
 def hosts_problem(members: dist.ProcessGroup) -> str | None:
-    """Why the ranks of a group cannot have it if they are on several hosts, else None.
-    Collective."""
+    """Returns the reason why the ranks of a group cannot have it if they are on several hosts, else
+    None. Collective."""
     names: list[str] = [""] * dist.get_world_size(members)
     dist.all_gather_object(names, socket.gethostname(), group=members)
     if len(set(names)) == 1:
@@ -112,7 +112,7 @@ class SymmetricMemory:
         self._handle.barrier()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in this rank's memory."""
+        """Returns whether a tensor lies in this rank's memory."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         return 0 <= offset <= self.memory.numel() - tensor.numel() * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""Whether Triton is there: it comes with torch for CUDA, and nowhere else do kernels need it."""
+"""Availability of Triton: it comes with torch for CUDA, and nowhere else do kernels need it."""
 
 import importlib.util
 

@@ -140,8 +140,8 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
 
 
 class HostFacts:
-    """What the host knows of a batch: `lengths` of its documents, `loss_tokens`, and `largest_id`
-    of tokens and labels; None when they were taken away.
+    """Facts about a batch that the host knows: `lengths` of its documents, `loss_tokens`, and
+    `largest_id` of tokens and labels; None when they were taken away.
 
     Any two compare equal: they are no part of a batch's structure, and pytrees of batches with
     different lengths must have the same structure.

@@ -1,4 +1,4 @@
-"""Which documents share a pack: best fit decreasing, over all documents or a window of them.
+"""Best fit decreasing of documents into packs, over all documents or a window of them.
 
 Documents are placed longest first, each into the pack with the least room that still takes it. The
 room of a pack is the length of the longest document it may still take, over all capacities at once:
@@ -146,7 +146,7 @@ def tightened(
 
 
 def _sizes(capacities: CapacitySet) -> list[Capacity]:
-    """For each number of tokens the capacity that takes most documents, smallest first."""
+    """Returns the capacity that takes most documents for each number of tokens, smallest first."""
     by_tokens: dict[int, Capacity] = {}
     for capacity in capacities.sorted:
         known = by_tokens.get(capacity.tokens)
@@ -225,7 +225,7 @@ class WaitingLengths:
         return self.extend([length])[0]
 
     def extend(self, lengths: Sequence[int]) -> range:
-        """As `add` of one after the other; returns their numbers."""
+        """Does the same as `add` of one after the other; returns their numbers."""
         numbers = range(self._next_number, self._next_number + len(lengths))
         multiple, waiting, keys = self._capacities.multiple, self._sorted, self._keys
         for number, length in zip(numbers, lengths, strict=True):

@@ -62,8 +62,8 @@ class Capacity:
         return self.tokens if self.longest is None else self.longest
 
     def holds(self, tokens: int, documents: int, longest: int) -> bool:
-        """Whether `documents` documents of `tokens` tokens in all, the longest of `longest` tokens,
-        fit."""
+        """Returns whether `documents` documents of `tokens` tokens in all, the longest of `longest`
+        tokens, fit."""
         return tokens <= self.tokens and documents <= self.documents and longest <= self.bound
 
 
@@ -85,8 +85,8 @@ def _whole_number(value: Any) -> int | None:
 
 
 def read_capacities(capacities: Any) -> tuple[Capacity, ...]:
-    """What a user gives as capacities, one `Capacity` or several of them, smallest first and each
-    once.
+    """Reads capacities from a user, one `Capacity` or several of them; returns them smallest first
+    and each once.
 
     Raises TypeError when something else is among them, ValueError when there are none.
     """

@@ -44,12 +44,12 @@ class Document:
 
     @property
     def predicts(self) -> bool:
-        """Whether any token of it is to be predicted; a document of one token never has one."""
+        """True if any token of it is to be predicted; a document of one token never has one."""
         return len(self) > 1 and (self.targets is None or bool((self.targets[1:] != IGNORED).any()))
 
     @property
     def loss_tokens(self) -> int:
-        """How many of its tokens are to be predicted."""
+        """Number of its tokens that are to be predicted."""
         if self.targets is None:
             return len(self) - 1
         return int(np.count_nonzero(self.targets[1:] != IGNORED))
@@ -66,7 +66,7 @@ class Document:
 
 
 class PackableDocument(Protocol):
-    """What packing needs of a document; its tokens may be read later, by `load`."""
+    """Part of a document that packing needs; its tokens may be read later, by `load`."""
 
     def __len__(self) -> int: ...
 
@@ -159,7 +159,7 @@ def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
 
 
 def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
-    """What is to be predicted at each place, from labels, else from masks; None = every token."""
+    """Returns the targets at each place, from labels, else from masks; None = every token."""
     targets = None
     if item.get("labels") is not None:
         targets = _same_length(item["labels"], tokens, name, "labels")

@@ -119,7 +119,7 @@ def build_pack(
 
 @dataclass(frozen=True)
 class PlannedPack:
-    """Which documents share a pack of which capacity, before its tokens are read.
+    """Plan of a pack before its tokens are read: its documents and its capacity.
 
     What all ranks need to know of each other's packs follows from it; `load` is for those that run
     it. num_pairs: as `PackedBatch.num_pairs`.
@@ -149,7 +149,7 @@ class PackingWindow(Generic[Item]):
         return len(self._waiting)
 
     def items(self) -> Iterator[Item]:
-        """What waits, the longest waiting first: adding it in this order restores the window."""
+        """Waiting items, longest waiting first: adding them in this order restores the window."""
         return iter(self._waiting.values())
 
     def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:

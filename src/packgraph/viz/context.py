@@ -135,7 +135,7 @@ def _table(plan: ContextPlan, width: int) -> list[str]:
 
 
 def _figures(plan: ContextPlan) -> list[str]:
-    """What the plan amounts to, one line each."""
+    """Returns figures of the plan, one line each."""
     request, placed = plan.request, len(plan.lengths) - len(plan.left)
     groups = [group for microstep in plan.microsteps for group in microstep]
     shared = ", ".join(

@@ -50,7 +50,7 @@ class Lane(NamedTuple):
 
 
 def lane_top(lanes: Sequence[Lane], lane: int) -> int:
-    """Where a lane begins: groups of several lanes have gaps between them."""
+    """Vertical position of a lane's top: groups of several lanes have gaps between them."""
     gap = GAP if any(not each.group for each in lanes) else 0
     return TOP + lane * LANE + gap * (sum(bool(each.group) for each in lanes[: lane + 1]) - 1)
 
@@ -157,7 +157,7 @@ def text(x: float, y: float, words: str, classes: str) -> str:
 
 
 def number(value: float) -> str:
-    """At most two digits behind the point."""
+    """Formats a number with at most two digits behind the point."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

@@ -121,7 +121,7 @@ class OffloadFigures:
 
     @property
     def share(self) -> float:
-        """Of what the groups keep for the backward, what moves."""
+        """Share that moves of what the groups keep for the backward."""
         return self.copied / self.kept_bytes if self.kept_bytes else 0.0
 
     @property

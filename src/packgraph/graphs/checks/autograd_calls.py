@@ -1,4 +1,4 @@
-"""What captured forwards must not ask of autograd, nor do to tensors from outside.
+"""Refusal of calls to autograd, and of changes to tensors from outside, in captured forwards.
 
 A forward graph holds kernels. A hook that forward registers, a `backward()` that it runs, a
 parameter that it gives other memory would each be there once, at capture, and on tensors that stand
@@ -67,7 +67,7 @@ _LOOKED_AT = {*_REFUSED, *_ORIGINS, *_SWITCHES}
 
 
 class _Facts(NamedTuple):
-    """What forward must leave as it is about a tensor from outside."""
+    """Properties of a tensor from outside that forward must not change."""
 
     pointer: int
     shape: torch.Size
@@ -195,8 +195,7 @@ def _refuse_resize(frame: FrameType, function: Any, done: bool) -> None:
 
 
 def _is_asked_for(frame: FrameType | None) -> bool:
-    """Whether the user's code asks for it, by whatever functions, and not a compiler, for graphs of
-    its own."""
+    """Returns whether the user's code makes the call, and not a compiler for graphs of its own."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_COMPILERS):
             return False

@@ -1,4 +1,4 @@
-"""What captured code uses of the world outside: tensors that it reads and writes."""
+"""Record of the tensors from outside that captured code reads and writes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from packgraph.graphs.guards import Guards
 
 
 class DryRun(NamedTuple):
-    """What a dry run has shown: what captured code uses and calls.
+    """Findings of a dry run: the tensors and features that captured code uses.
 
     Attributes:
         read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
@@ -46,7 +46,7 @@ class DryRun(NamedTuple):
 
     @property
     def recomputes(self) -> bool:
-        """Whether a backward runs code of a forward again."""
+        """True if a backward runs code of a forward again."""
         return self.guards is not None and self.guards.recomputes
 
 

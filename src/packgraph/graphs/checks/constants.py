@@ -54,7 +54,7 @@ class Constants:
             yield
 
     def same_as(self, other: "Constants") -> bool:
-        """Whether both were made of the same numbers."""
+        """Returns whether both were made of the same numbers."""
         return [kept.facts for kept in self._kept] == [kept.facts for kept in other._kept]
 
     def first_difference(self, other: "Constants") -> str:
@@ -122,13 +122,13 @@ def _own(kept: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a tensor is to be made of."""
+    """Returns the data that a tensor is to be made of."""
     place = 1 if func is torch.Tensor.new_tensor else 0
     return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
 
 
 def _is_plain(data: Any) -> bool:
-    """Whether `data` is a number or nested lists and tuples of numbers."""
+    """Returns whether `data` is a number or nested lists and tuples of numbers."""
     if isinstance(data, list | tuple | range):
         return all(map(_is_plain, data))
     return isinstance(data, int | float | complex)

@@ -1,4 +1,4 @@
-"""What the Python code of one thread calls, seen without replacing anything.
+"""Observer of the calls that one thread's Python code makes, which replaces no function.
 
 Some effects of captured code pass by torch's dispatcher: seeding a generator, drawing from Python's
 `random`, moving the state of a random generator, resizing a storage. All of them end in a C
@@ -50,7 +50,7 @@ SeesFunction = Callable[[FrameType, Any, bool], None]
 
 
 class Watcher:
-    """What somebody wants to know of a thread's calls.
+    """Base class of observers of a thread's calls.
 
     known: code, by identity, of functions that it need not see again.
     """
@@ -58,11 +58,11 @@ class Watcher:
     known: Container[int] = range(0)
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
-        """What is called before and after C functions of these names."""
+        """Returns, by name, functions that are called before and after the C functions so named."""
         return {}
 
     def functions(self) -> Mapping[CodeType, SeesFunction]:
-        """What is called before and after functions with this code."""
+        """Returns, by code, functions that are called before and after functions with this code."""
         return {}
 
     def entered(self, frame: FrameType) -> None:
@@ -70,7 +70,7 @@ class Watcher:
 
 
 class SavedTensorHooks(Watcher):
-    """Whether code of others puts hooks around what autograd saves, which then run in backwards (a
+    """Finds hooks that other code puts around what autograd saves, which then run in backwards (a
     checkpoint's do).
 
     Attributes:
@@ -241,9 +241,9 @@ class UnseenLoop(Unseen):
 
 
 def watch_also() -> Callable[[object], None]:
-    """What another thread has to call that works for the present block: autograd's, which runs
-    backwards on CUDA. It may be used as a hook of a tensor. The thread is looked at until the block
-    ends."""
+    """Returns a function by which another thread, autograd's on CUDA, is watched for the present
+    block, too. The thread calls it itself. It may be used as a hook of a tensor. The thread is
+    looked at until the block ends."""
     hook = _THREAD.hook
 
     def watch(_: object) -> None:
@@ -277,8 +277,8 @@ def _put_back(profiler: Any) -> None:
 
 @dataclass
 class _Told:
-    """What a profile function is told and tells. over: its block has ended. refused: what a watcher
-    has raised. importing: the frame of a module whose code it does not look at."""
+    """State that a profile function shares with its block. over: its block has ended. refused: what
+    a watcher has raised. importing: the frame of a module whose code it does not look at."""
 
     over: bool = False
     refused: CaptureError | None = None
@@ -306,8 +306,8 @@ class _Hook:
 def _profile_function(
     watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
 ) -> Callable[[FrameType, str, Any], None]:
-    """It is called a million times in the capture of a large model: hence the order of its
-    tests."""
+    """Returns the profile function. It is called a million times in the capture of a large model:
+    hence the order of its tests."""
     builtins: dict[str, list[SeesBuiltin]] = {}
     functions: dict[CodeType, list[SeesFunction]] = {}
     for watcher in watchers:

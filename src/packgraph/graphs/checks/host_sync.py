@@ -1,4 +1,4 @@
-"""What a captured region must not do, found while its code runs.
+"""Refusal of what a captured region must not do, while its code runs.
 
 Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose
 result or shape depends on data (they wait for the device), boolean masks, resized storages. The
@@ -41,7 +41,7 @@ _BOOLEAN = (torch.bool, torch.uint8)
 
 
 def shapes_only(types: Iterable[type]) -> bool:
-    """Whether an operation on tensors of these types computes shapes and no numbers, so that nobody
+    """Returns whether an operation on tensors of these types computes only shapes, so that nobody
     need see it.
 
     DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the
@@ -110,7 +110,7 @@ LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.
 
 
 def way_out(name: str) -> str:
-    """What to do about the operation called `name`, which waits for the device."""
+    """Returns advice on the operation called `name`, which waits for the device."""
     return _WAYS_OUT.get(name, LEAVE_OUT)
 
 
@@ -172,8 +172,8 @@ def copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
 
 
 def _has_room(whole: torch.Tensor, beside: int) -> bool:
-    """Whether a copy may stay on the device while the rest of a step is dry-run and captured. Small
-    ones do anyway.
+    """Returns whether a copy may stay on the device while the rest of a step is dry-run and
+    captured. Small ones do anyway.
 
     It leaves what the process has needed beyond what it holds now, and SLACK. Where no step has run
     yet, compiled code being tried out, nobody knows how much that is: so all copies take COPIES of
@@ -203,7 +203,7 @@ def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 def capturing() -> bool:
-    """Whether the caller is run for a capture (or its dry run)."""
+    """Returns whether the caller is run for a capture (or its dry run)."""
     return _KNOWN.get() is not None
 
 
@@ -281,8 +281,8 @@ def compiled_stages(there: bool = True, fixed: bool = False) -> Iterator[None]:
 
 
 def all_is_compiled() -> bool:
-    """Whether this thread captures compiled code, all of which was compiled before: a capture
-    cannot hold compiling."""
+    """Returns whether this thread captures compiled code, all of which was compiled before: a
+    capture cannot hold compiling."""
     return _FIXED.get()
 
 
@@ -296,7 +296,7 @@ class CodeWatcher(TorchDispatchMode):
             cls.__torch_dispatch__ = _hidden_from_compiler(own, cls.__torch_dispatch__)  # type: ignore[method-assign]
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Asked by torch when the mode begins: whether torch.compile may work under it."""
+        """Tells torch, when the mode begins, whether torch.compile may work under it."""
         return _COMPILED.get()
 
 
@@ -376,7 +376,7 @@ class CaptureChecker(CodeWatcher):
         return inputs.keys()
 
     def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether the code has made the tensor's memory."""
+        """Returns whether the code has made the tensor's memory."""
         return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.made
 
 
@@ -449,8 +449,8 @@ def _is_fill(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> bool:
-    """Whether torch takes `tensor[mask] = number` for `masked_fill_`: one mask, and a value on the
-    host."""
+    """Returns whether torch takes `tensor[mask] = number` for `masked_fill_`: one mask, and a value
+    on the host."""
     number = value is not None and value.numel() == 1 and value.device.type == "cpu"
     return number and not accumulate and len([i for i in indices if i is not None]) == 1
 

@@ -1,4 +1,4 @@
-"""What watchers of tensor operations ask of each: facts of its schema, read once, and its operands.
+"""Schema facts, read once, and operands of tensor operations, for those who watch them.
 
 All of this runs for every operation of a capture, several times, and a profile function sees what
 it calls: hence plain loops, and tests of exact types before those that call a function.

@@ -76,7 +76,7 @@ class _State:
         self.others = False
 
     def look(self) -> bool:
-        """Before the capture moves the generator: whether it is where the capture has left it."""
+        """Checks, before the capture moves it, that the generator is where the capture left it."""
         same = self._same(self._expected, self._read())
         self.others = self.others or not same
         return same
@@ -86,8 +86,8 @@ class _State:
         self._expected = self._read()
 
     def is_moved(self, alone: bool) -> bool:
-        """Whether there is something to take back, which nobody else has drawn from. alone: there
-        is nobody else."""
+        """Returns whether there is something to take back, which nobody else has drawn from. alone:
+        there is nobody else."""
         if alone:
             return not self._same(self._first, self._read())
         # What the capture has not moved is never written: somebody may draw between a look and a
@@ -113,7 +113,7 @@ def _torch_state(generator: torch.Generator) -> _State:
 
 
 def _numpy_state() -> _State | None:
-    """Of numpy's global generator, if numpy is in use at all."""
+    """State of numpy's global generator, or None if numpy is not in use."""
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
@@ -130,8 +130,8 @@ def _numpy_state() -> _State | None:
 
 
 class Draws(Watcher):
-    """What one capture does to random generators. generators: torch's, which captured code may draw
-    from.
+    """Effects of one capture on random generators. generators: torch's, which captured code may
+    draw from.
 
     Attributes:
         bakes: Whether graphs hold numbers by their distance from where a replay begins, and no
@@ -254,7 +254,7 @@ class Draws(Watcher):
 
 
 class PastDraws:
-    """Where generators were before and after a replay.
+    """States of generators before and after a replay.
 
     Attributes:
         generators: Those whose numbers it may have drawn.
@@ -272,8 +272,8 @@ class PastDraws:
         self.after = [generator.get_state() for generator in self.generators]
 
     def agree_with(self, states: Sequence[torch.Tensor]) -> bool:
-        """Whether a run that began at `before` and ended at `states` has drawn what the replay has.
-        It has not where another thread has drawn between."""
+        """Returns whether a run that began at `before` and ended at `states` has drawn what the
+        replay has. It has not where another thread has drawn between."""
         return all(
             torch.equal(state, before) or torch.equal(state, after)
             for state, before, after in zip(states, self.before, self.after, strict=True)
@@ -331,7 +331,7 @@ class Redraw(Watcher):
             return operation.function(*args, **kwargs)
 
     def states(self) -> list[torch.Tensor]:
-        """Of the private generators."""
+        """States of the private generators."""
         return [generator.get_state() for generator in self._private.values()]
 
     def _private_for(
@@ -376,8 +376,8 @@ def _drawing_devices(
 
 
 def _puts_back(frame: FrameType | None) -> bool:
-    """Whether code of torch sets a generator's state, which puts back in the end what it has found
-    (a checkpoint, `fork_rng`). frame: where it is set."""
+    """Returns whether code of torch sets a generator's state and puts back in the end what it has
+    found (a checkpoint, `fork_rng`). frame: where it is set."""
     while frame is not None and frame.f_code.co_name.startswith(
         ("set_rng_state", "set_device_states")
     ):
@@ -395,8 +395,8 @@ def is_alone() -> bool:
 
 
 def is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """Whether a thread runs no code that could draw from a global generator. frame: what it runs
-    now, None = no Python."""
+    """Returns whether a thread runs no code that could draw from a global generator. frame: what it
+    runs now, None = no Python."""
     if frame is None:
         return isinstance(thread, threading._DummyThread)
     return thread.name.startswith(QUIET_THREAD) or any(

@@ -63,7 +63,7 @@ def refuse_shared_memory(
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Returns whether two tensors of one storage have an element in common."""
     (start, stop), (first, last) = _extent(one), _extent(other)
     if stop <= first or last <= start:
         return False

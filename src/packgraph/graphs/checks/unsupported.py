@@ -19,7 +19,7 @@ class Unsupported(NamedTuple):
 
 
 def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
-    """Why `module` cannot be captured at all, or None."""
+    """Returns the reason why `module` cannot be captured at all, or None."""
     wrapper = _data_parallel(module)
     if wrapper is not None:
         return Unsupported(
@@ -77,7 +77,7 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
 
 
 def inside_data_parallel() -> bool:
-    """Whether this call comes from the forward of a DistributedDataParallel around the module."""
+    """Returns whether the forward of a DistributedDataParallel around the module calls this."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
@@ -118,7 +118,7 @@ def module_hooks(module: torch.nn.Module) -> str | None:
 
 
 def only_marks(hook: Any) -> bool:
-    """Whether a hook can do no more than call `requires_grad_` of its arguments.
+    """Returns whether a hook can do no more than call `requires_grad_` of its arguments.
 
     transformers registers one on the input embedding (`enable_input_require_grads`, which
     `gradient_checkpointing_enable` calls): `output.requires_grad_(True)`. Its code tells: it names

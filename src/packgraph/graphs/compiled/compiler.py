@@ -261,7 +261,7 @@ def _code_of(
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operation of a traced graph draws random numbers."""
+    """Returns whether an operation of a traced graph draws random numbers."""
     operation: Any = node.target
     return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
 
@@ -303,8 +303,8 @@ def _is_option(name: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that it looks through functools caches: the functions behind ours are
-    pure."""
+    """Silences torch's warning that it looks through functools caches: the functions behind ours
+    are pure."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r"Dynamo detected a call to a `functools.lru_cache`"

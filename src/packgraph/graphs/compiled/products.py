@@ -189,7 +189,7 @@ class AddingCode:
         return found
 
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """What to add to, and whether it is the weight's `.grad`."""
+        """Returns the tensor to add to, and whether it is the weight's `.grad`."""
         weight = _leaf_behind(weight)
         if (
             isinstance(weight, torch.nn.Parameter)
@@ -205,7 +205,7 @@ class AddingCode:
 
 
 def _nothing(weight: Tensor) -> Tensor:
-    """What a gradient begins with, as in graphs: to -0.0 everything adds without a change."""
+    """Initial value of a gradient, as in graphs: to -0.0 everything adds without a change."""
     return torch.full_like(weight, -0.0, dtype=gradient_dtype(weight))
 
 
@@ -219,8 +219,8 @@ def _leaf_behind(weight: Tensor) -> Tensor:
 
 
 def _adds(weight: torch.nn.Parameter) -> bool:
-    """Whether the backward that is running adds to `.grad` of this weight, and nobody wants to see
-    the gradient."""
+    """Returns whether the backward that is running adds to `.grad` of this weight, and nobody wants
+    to see the gradient."""
     if has_hooks(weight):
         return False
     node = torch.autograd.graph.get_gradient_edge(weight).node

@@ -1,4 +1,4 @@
-"""What a traced graph would do that a capture cannot hold, found while it is compiled.
+"""Refusal of operations of a traced graph that a capture cannot hold, while it is compiled.
 
 The watch of a dry run cannot look into compiled code, so the same rules are read off the traced
 operations: nothing whose result or shape is needed on the host, no copies between devices, nothing
@@ -74,8 +74,8 @@ def refuse_unsafe_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> N
 
 
 def _is_indexing(node: torch.fx.Node) -> bool:
-    """Whether the shape of the result is known after all: indexing by numbers is tagged like
-    indexing by a mask."""
+    """Returns whether the shape of the result is known after all: indexing by numbers is tagged
+    like indexing by a mask."""
     return isinstance(node.meta.get("val"), torch.Tensor) and all(
         isinstance(n, int) for n in node.meta["val"].shape
     )

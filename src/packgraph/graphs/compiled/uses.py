@@ -1,4 +1,4 @@
-"""Which weights' gradients autograd adds up before they reach `.grad`, found by counting uses.
+"""Weights whose gradients autograd adds up before they reach `.grad`, found by counting uses.
 
     a weight is used by pieces of   products that are its gradients go
     one segment                     to `.grad` in place
@@ -19,7 +19,7 @@ from packgraph.graphs.saved_tensors import in_backward
 
 
 class ForwardUses:
-    """Which weights a forward uses, by address, in which segment."""
+    """Weights that a forward uses, by address, and their segments."""
 
     def __init__(self) -> None:
         self._segment = 0

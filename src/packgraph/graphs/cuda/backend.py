@@ -317,7 +317,7 @@ _is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
 
 class _Here(threading.local):
-    """Of a thread. captures: how many it is in."""
+    """Per-thread state. captures: number of captures that the thread is in."""
 
     captures = 0
 
@@ -384,8 +384,8 @@ class CublasWorkspaces:
             )
 
     def _takes_both(self) -> bool:
-        """Whether both handles come to have their workspaces on the stream from here. One may have
-        had its own."""
+        """Makes the workspaces of both handles on the stream; returns whether both are new. One may
+        have existed before."""
         sizes = [self.nbytes()]
         for backward in (False, True):
             self.ensure(backward)

@@ -1,4 +1,4 @@
-"""How a limit on memory is written: `12GiB`, `512MiB`, or `40%` of what the device has."""
+"""Parser of limits on memory: `12GiB`, `512MiB`, or `40%` of what the device has."""
 
 import re
 

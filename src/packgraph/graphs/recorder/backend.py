@@ -176,7 +176,7 @@ class _Recording(CodeWatcher):
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """What an operation is called with, `change` made to all that its containers hold."""
+    """Applies `change` to all leaves of an operation's argument."""
     if type(value) in (list, tuple, torch.Size):
         return type(value)([_changed(entry, change) for entry in value])
     if type(value) is dict:
@@ -631,7 +631,7 @@ def recorded_host(
 
 
 def tell_waits() -> None:
-    """From now on a recording thread is told of transfers that it waits for."""
+    """Makes `dist.Work.wait` tell a recording thread of transfers that it waits for."""
     original = dist.Work.wait
     if hasattr(original, "__wrapped__"):
         return

@@ -207,7 +207,7 @@ def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 class Recorder(Protocol):
-    """What copy streams need of a recorder's window."""
+    """Part of a recorder's window that copy streams need."""
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
         """Put `step` into the program: it is called with the memory of `tensors` at every

@@ -1,5 +1,5 @@
-"""Why a model of transformers cannot be packed: everything that is known not to equal the model
-itself, document by document."""
+"""Reasons why a model of transformers cannot be packed: everything that is known not to equal the
+model itself, document by document."""
 
 import inspect
 from collections.abc import Iterable
@@ -179,12 +179,12 @@ def _of_wrapper(model: Any) -> list[str]:
 
 
 def takes_layer_type(rotary: nn.Module) -> bool:
-    """Whether a module of rotary positions has a table for each type of layer."""
+    """Returns whether a module of rotary positions has a table for each type of layer."""
     return "layer_type" in inspect.signature(type(rotary).forward).parameters
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether a head is one product with its weight and nothing else."""
+    """Returns whether a head is one product with its weight and nothing else."""
     return (
         type(head) is nn.Linear
         and head.bias is None

@@ -183,8 +183,8 @@ def _keep_float32(model: Any) -> None:
 
 
 def _boxes(model: Any, files: Mapping[str, Path]) -> dict[str, list[StoredBox]]:
-    """Where each parameter, and each buffer that is stored, lies in the files, by its first name;
-    empty where it does not."""
+    """Locations in the files of each parameter, and of each buffer that is stored, by its first
+    name; empty where it has none."""
     stored, first = model.state_dict(keep_vars=True), dict[int, str]()
     found: dict[str, list[StoredBox]] = {}
     for name, value in stored.items():

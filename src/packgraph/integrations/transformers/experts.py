@@ -37,14 +37,14 @@ def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 
 
 def zero_in_zero_out(module: Any) -> bool:
-    """Whether a row of zeros gives zeros and takes part in no gradient: silu(gate) * up, or the
-    squared ReLU, without biases."""
+    """Returns whether a row of zeros gives zeros and takes part in no gradient: silu(gate) * up, or
+    the squared ReLU, without biases."""
     squared = type(getattr(module, "act_fn", None)).__name__ == "ReLUSquaredActivation"
     return is_swiglu(module) or (squared and not module.has_gate and not module.has_bias)
 
 
 def is_swiglu(module: Any) -> bool:
-    """Whether the experts are silu(gate) * up, gate first, without biases."""
+    """Returns whether the experts are silu(gate) * up, gate first, without biases."""
     own_gate = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
     return (
         module.has_gate
@@ -67,7 +67,7 @@ def expert_problems(module: Any) -> list[str]:
 
 
 def _by_operations(module: Any, h: Tensor, weights: Tensor, plan: RowPlan) -> Tensor:
-    """What follows the first product: [R, H], weights applied."""
+    """Applies the activation and the product after it: [R, H], weights applied."""
     expert = None
     if module.has_bias:
         last = plan.offsets.shape[0] - 1

@@ -1,4 +1,4 @@
-"""What families of transformers do before their first layer and after their last one.
+"""Steps of transformers' families before their first layer and after their last one.
 
     tokens -- embedding -- * scale -- + positions -- dropout -- layers -- norm -- head -- / divisor
     -- softcap -- loss

@@ -314,8 +314,8 @@ class PackedModel(nn.Module):
 
 @functools.cache
 def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]:
-    """What runs a layer of this type, "" where all have one table of positions, and window: one
-    function for all of them, so that they are compiled once."""
+    """Returns the function that runs a layer of this type, "" where all have one table of
+    positions, and window: one function for all of them, so that they are compiled once."""
 
     def run_layer(layer: Any, state: State) -> State:
         batch: PackedBatch = state["batch"]

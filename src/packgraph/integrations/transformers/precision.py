@@ -1,4 +1,4 @@
-"""How linear layers of a transformers model multiply: in their dtype, or in float8.
+"""Precision of the linear layers of a transformers model: in their dtype, or in float8.
 
 layers     0 .. ends    | ends ..      .. -ends |  -ends ..
 bf16       nn.Linear    |      nn.Linear        |  nn.Linear

@@ -85,7 +85,7 @@ OLD_TRACER = torch.__version__ < "2.12"  # which takes `__module__` of a method 
 
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
-    """What runs a module over packed documents, if it is a mixer with a state."""
+    """Returns the function that runs a mixer with a state over packed documents, else None."""
     for names, run in MIXERS:
         if all(hasattr(module, name) for name in names):
             return run

@@ -230,7 +230,7 @@ class PackedTrainer(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As the trainer estimates them: six for each parameter and place of a row."""
+        """Operations as the trainer estimates them: six for each parameter and place of a row."""
         rows = sum(pack.capacity.tokens for pack in inputs[PACKS])
         found: int = 6 * rows * self.model.num_parameters(exclude_embeddings=True)
         return found
@@ -291,7 +291,7 @@ class PackedTrainer(_Trainer):
 
 
 def _problems(trainer: Any, collator: Any) -> list[str]:
-    """What of a trainer's options packed batches cannot follow."""
+    """Returns the options of a trainer that packed batches cannot follow."""
     args, accelerator = trainer.args, trainer.accelerator
     found = {
         "data_collator= would not be called; examples are packed as they come": (

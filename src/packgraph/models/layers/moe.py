@@ -75,8 +75,8 @@ class Gate(nn.Module):
         self.register_buffer("step_load", step_load, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32, under autocast too: rounded logits would make ties, and choices that differ
-        between layouts."""
+        """Computes logits in float32, under autocast too: rounded logits would make ties, and
+        choices that differ between layouts."""
         with torch.autocast(x.device.type, enabled=False):
             return router_logits(x, self.weight)
 
@@ -147,13 +147,13 @@ class MoEBlock(nn.Module):
         )
 
     def forget_demand(self) -> None:
-        """As if nothing had been lacking."""
+        """Forgets that rows were lacking."""
         self.demand.zero_()
         self.evaluation_demand.zero_()
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """How tokens get to the experts."""
+        """Dispatcher that takes tokens to the experts."""
         return self._dispatcher[0]
 
     @dispatcher.setter
@@ -256,7 +256,7 @@ class MoEBlock(nn.Module):
         return [pages for tier in tiers for column in tier.values() for pages in column]
 
     def _learns(self) -> bool:
-        """Whether this call is one of training, whose backward follows."""
+        """Returns whether this call is one of training, whose backward follows."""
         return self.training and torch.is_grad_enabled()
 
     def run_combine(self, state: State) -> tuple[State, Tensor]:

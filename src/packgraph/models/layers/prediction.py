@@ -52,7 +52,7 @@ class PredictionLayer(DecoderLayer):
         return {**left, "hidden": self.eh_proj(torch.cat(parts, dim=-1))}
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head reads of this depth's hidden [T, H], and the next depth."""
+        """Normalises this depth's hidden [T, H] for the head and the next depth."""
         found: Tensor = self.shared_head["norm"](hidden)
         return found
 
@@ -77,7 +77,7 @@ class LossSums(nn.Module):
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """What was counted, float32 [D]; it begins anew."""
+        """Returns the losses that were counted, float32 [D]; counting begins anew."""
         found = self.losses.clone()
         self.losses.zero_()
         return found

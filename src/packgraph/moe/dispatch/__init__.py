@@ -1,1 +1,1 @@
-"""What takes tokens to the ranks of their experts and back: one protocol, several dispatchers."""
+"""Dispatchers that take tokens to the ranks of their experts and back, behind one protocol."""

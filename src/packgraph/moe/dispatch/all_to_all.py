@@ -149,7 +149,7 @@ class HostSplitsDispatcher:
 
     @property
     def why_not(self) -> dict[str, str]:
-        """Why each stage from moe_preprocess on cannot be captured."""
+        """Reasons why each stage from moe_preprocess on cannot be captured."""
         return {"moe_preprocess": SYNCS} | dict.fromkeys(
             ("moe_dispatch", "moe_experts", "moe_combine"), SHAPES
         )
@@ -287,15 +287,15 @@ class PaddedDispatcher:
         return combine_rows(back, plan.departures)
 
     def overflow(self, plan: PaddedPlan) -> Tensor:
-        """How many rows more than C this rank has for some rank: int64 [], 0 = every routed pair
+        """Number of rows beyond C that this rank has for some rank: int64 [], 0 = every routed pair
         has its row."""
         return (plan.needed - plan.departures.pair_of_row.numel() // self._sharing.ranks).clamp(
             min=0
         )
 
     def demand(self, plan: PaddedPlan) -> Tensor:
-        """Where rows were lacking the factor that would have sufficed, in thousandths, rounded up;
-        else 0: int64 []."""
+        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
+        0: int64 []."""
         pairs = plan.departures.row_of_pair.numel()
         wanted = (plan.needed * (1000 * self._sharing.ranks) + pairs - 1) // pairs
         return torch.where(self.overflow(plan) > 0, wanted, 0)

@@ -1,5 +1,5 @@
-"""What moves tokens to the ranks and rows of their experts and back: one protocol, several
-dispatchers.
+"""Dispatchers that move tokens to the ranks and rows of their experts and back, behind one
+protocol.
 
     routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine-->
     tokens
@@ -57,7 +57,7 @@ class ExpertAssignment:
 
 
 def assignment_problem(num_experts: int, ranks: int) -> str | None:
-    """Why `ranks` ranks cannot share the experts of a layer, None where they can."""
+    """Returns why `ranks` ranks cannot share the experts of a layer, None where they can."""
     if num_experts % ranks == 0:
         return None
     return (
@@ -67,8 +67,8 @@ def assignment_problem(num_experts: int, ranks: int) -> str | None:
 
 
 class Routing(NamedTuple):
-    """Where tokens go. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for
-    padding."""
+    """Routing of tokens to experts. experts: int32 [T, k], -1 for padding. weights: float32 [T, k],
+    0 for padding."""
 
     experts: Tensor
     weights: Tensor

@@ -104,12 +104,12 @@ class SymmetricDispatcher:
         return from_experts(rows, plan, self.buffers)
 
     def overflow(self, plan: PeerReadPlan) -> Tensor:
-        """How many rows more than R some rank of the group needs: int64 [], the same on all of
+        """Number of rows beyond R that some rank of the group needs: int64 [], the same on all of
         them."""
         return (plan.needed - self.room(plan.place_of_pair.numel())).clamp(min=0)
 
     def demand(self, plan: PeerReadPlan) -> Tensor:
-        """Where rows were lacking the factor that would have sufficed, in thousandths, rounded up;
-        else 0: int64 []."""
+        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
+        0: int64 []."""
         pairs = plan.place_of_pair.numel()
         return torch.where(self.overflow(plan) > 0, (plan.needed * 1000 + pairs - 1) // pairs, 0)

@@ -44,8 +44,8 @@ from packgraph.ops.triton_found import HAS_TRITON
 
 
 class PeerReadPlan(NamedTuple):
-    """What a rank reads of the others, pairs (token t, place j) of rank q being numbered (q * T +
-    t) * k + j.
+    """Plan of a rank's reads from the others. Pairs (token t, place j) of rank q are numbered (q *
+    T + t) * k + j.
 
     row_of_pair: int32 [ranks * T, k], this rank's row of every rank's pairs, -1 where another
     rank's expert is chosen, in padding and beyond R. place_of_pair: int32 [T, k], rank * R + row of

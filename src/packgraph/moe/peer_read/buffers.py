@@ -67,7 +67,7 @@ def weights_start(rows: int, width: int, dtype: torch.dtype) -> int:
 
 
 def bytes_for(rows: int, width: int, dtype: torch.dtype) -> int:
-    """Of the memory of one rank: its tokens have no more weights than there are rows."""
+    """Bytes of the memory of one rank: its tokens have no more weights than there are rows."""
     return weights_start(rows, width, dtype) + 4 * rows
 
 
@@ -84,8 +84,8 @@ def meet(memory: Tensor, group: str) -> None:
 
 
 def symmetric_problem(device: torch.device, ranks: int) -> str | None:
-    """Why symmetric buffers cannot be had, None where they can. Host facts only, equal on all ranks
-    of a host."""
+    """Returns the reason why symmetric buffers cannot be had, None where they can. Host facts only,
+    equal on all ranks of a host."""
     problem = symmetric_memory.symmetric_problem(device, ranks)
     if problem is None and not HAS_TRITON:
         return "the kernels that read it need Triton, which is not installed"

@@ -305,8 +305,8 @@ def _locate(  # type: ignore[no-untyped-def]
 def locate(
     everyone: Tensor, row_of_all: Tensor, ends: Tensor, ranks: int, rank: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `locate` of moe/peer_read/api.py. row_of_all: int32 [ranks * T, k], ends: int32 [E]; of a
-    plan of all pairs."""
+    """Kernel of `locate` in moe/peer_read/api.py. row_of_all: int32 [ranks * T, k], ends: int32
+    [E]; of a plan of all pairs."""
     pairs, own = everyone.numel(), everyone.numel() // ranks
     count = ends.shape[0] // ranks
     here = torch.empty_like(everyone)

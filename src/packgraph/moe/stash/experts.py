@@ -38,8 +38,8 @@ AGAIN = (
 
 
 def columns_of(experts: Experts) -> dict[Column, int]:
-    """What these experts keep for their backward: the rows of tokens, and those before the
-    activation."""
+    """Counts the columns that these experts keep for their backward: the rows of tokens, and those
+    before the activation."""
     matrices, columns = experts.first_proj, Counter[Column]()
     for width in (matrices.shape[2], matrices.shape[1]):
         columns[matrices.dtype, width] += 1

@@ -1,4 +1,4 @@
-"""How many pages a stash needs, and what it saves, from numbers that are known before training.
+"""Number of pages that a stash needs, and the memory it saves, from numbers known before training.
 
     eager, balanced   |n|n|n|n|n|n|n|n|                  n rows per layer and microbatch in flight:
                                                          the lower limit
@@ -87,12 +87,12 @@ class StashMemory:
 
     @property
     def ratio(self) -> float:
-        """Of balanced eager's memory. At least 1 + (capacity factor - 1) / records: one layer is
-        always there whole."""
+        """Memory relative to balanced eager's. At least 1 + (capacity factor - 1) / records: one
+        layer is always there whole."""
         return self.total / self.balanced
 
     def report(self) -> str:
-        """For people, a line per column."""
+        """Formats the figures for people, a line per column."""
         lines = [
             f"{dtype} x {width}: {nbytes / 2**20:.1f} MiB"
             for (dtype, width), nbytes in self.columns.items()
@@ -118,8 +118,8 @@ def stash_memory(
     page_rows: int = 64,
     resident: bool = False,
 ) -> StashMemory:
-    """What a stash for these layers takes. columns: tensors that one layer saves, by dtype and
-    width. capacity: static rows of a layer over the balanced load. The rest as in `pages_for`.
+    """Memory that a stash for these layers takes. columns: tensors that one layer saves, by dtype
+    and width. capacity: static rows of a layer over the balanced load. The rest as in `pages_for`.
 
     Raises ValueError like `pages_for`, for a capacity below 1 and for dtypes that are not stashed.
     """

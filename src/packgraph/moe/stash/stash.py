@@ -85,7 +85,7 @@ Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width
 
 
 class PagePool(Protocol):
-    """What a block needs of its stash, see `Stash`."""
+    """Part of a stash that a block needs, see `Stash`."""
 
     pages: Pages
     page_rows: int
@@ -104,7 +104,7 @@ class PagePool(Protocol):
 
 
 class SavedRecord:
-    """What one run of a `saving` block has stashed: one record, several tensors."""
+    """Tensors that one run of a `saving` block has stashed, in one record."""
 
     def __init__(
         self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]
@@ -119,7 +119,7 @@ class SavedRecord:
         self.packed = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor it wants to save."""
+        """Returns the object that autograd keeps for a tensor it wants to save."""
         if not self._wanted(tensor):
             return staying(tensor, OWNER)
         with torch.no_grad():
@@ -236,8 +236,8 @@ class _Saved:
 
 
 class _Handle:
-    """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is
-    stashed. asked: whether a backward has. given: what came back for it."""
+    """Stand-in that autograd holds for a saved tensor: the columns [first, first + width) of what
+    is stashed. asked: whether a backward has. given: what came back for it."""
 
     def __init__(self, block: SavedRecord, saved: _Saved, number: int, tensor: Tensor) -> None:
         self.block, self.saved, self.number = block, saved, number
@@ -264,8 +264,8 @@ class _Handle:
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:
-    """Whether the rows [R, w] lie side by side, or in wider rows that lie side by side in memory
-    that is all there."""
+    """Returns whether the rows [R, w] lie side by side, or in wider rows that lie side by side in
+    memory that is all there."""
     (rows, width), pitch = tensor.shape, tensor.stride(0)
     if pitch < width:
         return False
@@ -441,8 +441,8 @@ class Stash:
         )[:-1]
 
     def overflow_flag(self) -> Tensor:
-        """Whether something did not fit since the last `clear`: bool [], on the device, a tensor of
-        its own."""
+        """Returns whether something did not fit since the last `clear`: bool [], on the device, a
+        tensor of its own."""
         return self.pages.state[OVERFLOW] != 0
 
     def need_hi(self) -> Tensor:

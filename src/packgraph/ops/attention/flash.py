@@ -219,8 +219,8 @@ def flash_attention(
 
 
 def repeats_heads(tokens: int, documents: int, group: int) -> bool:
-    """Whether keys and values are repeated for the `group` query heads that share them, at a
-    capacity.
+    """Returns whether keys and values are repeated for the `group` query heads that share them, at
+    a capacity.
 
     By bytes: the sums that this saves have `tokens + 128 * (documents + 1)` rows of 4 bytes per
     head, the repeated tensors and their gradients `group * tokens` rows of about 6. Still to be

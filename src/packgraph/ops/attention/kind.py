@@ -1,4 +1,4 @@
-"""How the ranks of a context share attention, and what room their way takes: pure functions of
+"""Choice of how the ranks of a context share attention, and the rows it takes: pure functions of
 counts and lengths.
 
     ulysses   the row is cut evenly as it is packed; in attention a rank has all rows of some heads
@@ -30,7 +30,7 @@ class ContextChoice(NamedTuple):
 
 
 def choose_context_kind(ranks: int, heads: int, wish: ContextWish = "auto") -> ContextChoice:
-    """How `ranks` ranks share attention of `heads` query heads (of one tensor parallel rank).
+    """Chooses how `ranks` ranks share attention of `heads` query heads (of a tensor parallel rank).
 
     wish: what was asked for. Raises ValueError where that cannot be.
     """

@@ -1,4 +1,4 @@
-"""What attention needs to know about a microbatch, computed once and shared by all layers.
+"""Facts about a microbatch that attention needs, computed once and shared by all layers.
 
 Everything that changes from microbatch to microbatch is a device tensor; the two host values
 (`longest`, `backend`) are fixed by the capacity and the model, so a captured graph may bake them.
@@ -127,7 +127,7 @@ def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
 
 
 def _within(boundaries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each of `count` places its document (the tail is the last one) and its place in that."""
+    """Returns the document of each of `count` places (the tail is the last) and the place in it."""
     place = torch.arange(count, device=boundaries.device)
     document = torch.searchsorted(boundaries[1:].contiguous(), place, right=True)
     return document, place - boundaries[document]

@@ -1,5 +1,5 @@
-"""What families of models add to causal attention within documents: windows, soft caps, sinks,
-dropout.
+"""Options of causal attention within documents that families of models add: windows, soft caps,
+sinks, dropout.
 
     scores = softcap * tanh(q k^T * scale / softcap)      0 <= row - column < window
     probabilities = exp(scores) / (exp(sink) + sum exp(scores))
@@ -42,7 +42,7 @@ PLAIN = ScoreOptions()
 
 
 def lacking(needs: tuple[str, ...], known: frozenset[str]) -> list[str]:
-    """Why a backend that knows the options `known` cannot serve a call that needs `needs`."""
+    """Returns why a backend that knows the options `known` cannot serve `needs`; empty = it can."""
     missing = [name for name in needs if name not in known]
     return [f"it has no {', '.join(missing)}"] if missing else []
 

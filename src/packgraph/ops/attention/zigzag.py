@@ -37,7 +37,7 @@ Token = tuple[int, int] | None  # document and position in it; None is padding
 
 
 class RankRows(NamedTuple):
-    """Which row of a microbatch each of a rank's R = T / c rows is.
+    """Rows of a microbatch for each of a rank's R = T / c rows.
 
     source: int64 [R], 0 in padding. padding: bool [R], True where no token is: in the tail, and
     behind the tokens of a document. excess: 0-d float32, 0; NaN where the documents did not fit,
@@ -72,8 +72,7 @@ class PrefixRows(NamedTuple):
 
 
 class ZigzagTables(NamedTuple):
-    """What a rank needs to know of a row: its own rows, and the keys and values for their
-    queries."""
+    """Tables of a row for one rank: its own rows, and the keys and values for their queries."""
 
     rows: RankRows
     keys: PrefixRows
@@ -134,8 +133,8 @@ def _every_row(
     size: int,
     place: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows of all ranks, one rank after the other: source [T] as in RankRows, whether a
-    token is there [T], and places [T, 2] as in PrefixRows."""
+    """Tables of the rows of all ranks, one rank after the other: source [T] as in RankRows, whether
+    a token is there [T], and places [T, 2] as in PrefixRows."""
     rows = tokens // size
     number = torch.arange(tokens, device=actual.device)
     rank, row = number // rows, number % rows
@@ -188,7 +187,7 @@ def _interleaved(boundaries: Tensor, firsts: Tensor) -> Tensor:
 
 
 def naive_rows(lengths: Sequence[int], tokens: int, size: int, place: int) -> list[Token]:
-    """What stands in each of the tokens / size rows of rank `place` of `size`.
+    """Returns the contents of the tokens / size rows of rank `place` of `size`.
 
     Raises ValueError where the padded documents do not fit in `tokens`.
     """
@@ -200,7 +199,7 @@ def naive_rows(lengths: Sequence[int], tokens: int, size: int, place: int) -> li
 
 
 def naive_prefixes(lengths: Sequence[int], tokens: int, size: int, place: int) -> list[Token]:
-    """What stands in each of the tokens + tokens / (2 size) places of keys of rank `place` of
+    """Returns the contents of the tokens + tokens / (2 size) places of keys of rank `place` of
     `size`."""
     keys: list[Token] = []
     for document, length in enumerate(lengths):

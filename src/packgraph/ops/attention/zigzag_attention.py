@@ -63,9 +63,9 @@ def prefixes(
 
 
 def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
-    """What all ranks have: x [...] -> [size, ...], rank r's at [r]. Collective. Differentiable:
-    every rank gets the sum of what the ranks say of its part, added up in their order (in float32
-    where x is narrower)."""
+    """Gathers the parts of all ranks: x [...] -> [size, ...], rank r's at [r]. Collective.
+    Differentiable: every rank gets the sum of what the ranks say of its part, added up in their
+    order (in float32 where x is narrower)."""
     made: Tensor = _gather(x, context.name, context.size)
     return made
 

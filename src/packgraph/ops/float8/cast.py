@@ -60,7 +60,7 @@ def naive_columns_to_float8(
 
 
 def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `naive_rows_to_float8`, bit by bit."""
+    """Returns the same as `naive_rows_to_float8`, bit by bit."""
     if torch.compiler.is_compiling() or not _has_kernel(x):
         return naive_rows_to_float8(x)
     from packgraph.ops.float8.cast_kernel import cast_rows
@@ -71,7 +71,7 @@ def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 def columns_to_float8(
     x: Tensor, taken: Tensor | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """As `naive_columns_to_float8`, bit by bit."""
+    """Returns the same as `naive_columns_to_float8`, bit by bit."""
     if not _has_kernel(x):
         return naive_columns_to_float8(x, taken, multiple)
     from packgraph.ops.float8.cast_kernel import cast_columns
@@ -87,7 +87,7 @@ def blocks_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_float8(codes: Tensor, inverse: Tensor) -> Tensor:
-    """What codes [..., R, C] stand for, in float32. inverse: [..., R, 1] or [..., R, C / 32]."""
+    """Decodes codes [..., R, C] to float32. inverse: [..., R, 1] or [..., R, C / 32]."""
     together = codes.shape[-1] // inverse.shape[-1]
     return codes.to(torch.float32) * inverse.repeat_interleave(together, -1)
 

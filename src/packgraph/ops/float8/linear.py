@@ -111,7 +111,7 @@ def _problems_of_blocks(device: torch.device) -> list[str]:
 
 
 def size_problem(inputs: int, outputs: int, precision: str = FLOAT8) -> str | None:
-    """Why a layer [inputs] -> [outputs] cannot be in float8, None if it can."""
+    """Returns the reason why a layer [inputs] -> [outputs] cannot be in float8, None if it can."""
     multiple = BLOCK if precision == MXFP8 else MULTIPLE
     if inputs % multiple or outputs % multiple:
         return f"{inputs} x {outputs} is not made of multiples of {multiple}"
@@ -314,11 +314,11 @@ def _weight_gradients(
 def float8_linear(
     x: Tensor, layers: tuple[nn.Linear, ...], precision: str = FLOAT8
 ) -> tuple[Tensor, ...]:
-    """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
-    (autocast: in that). Differentiable in x, weights and biases. Layers that are split over ranks
-    are so in one way, and return plain tensors (`RankSplit`). Raises ValueError for sizes that
-    float8 does not take, and for layers that are split in different ways, or that nobody said are
-    split; RuntimeError on a GPU that does not scale as `precision` says."""
+    """Applies `layers` to the same x [..., I], which is cast once; returns [..., O] of each, in x's
+    dtype (autocast: in that). Differentiable in x, weights and biases. Layers that are split over
+    ranks are so in one way, and return plain tensors (`RankSplit`). Raises ValueError for sizes
+    that float8 does not take, and for layers that are split in different ways, or that nobody said
+    are split; RuntimeError on a GPU that does not scale as `precision` says."""
     split = _split_of(layers)
     own = [local_part(layer.weight) for layer in layers]
     for weight in own:
@@ -339,7 +339,7 @@ def float8_linear(
 
 
 def _split_of(layers: tuple[nn.Linear, ...]) -> RankSplit | None:
-    """How all of `layers` are split over ranks, None = they are not."""
+    """Returns the split of all of `layers` over ranks, None = they are not split."""
     split: RankSplit | None = getattr(layers[0], "split", None)
     if any(getattr(layer, "split", None) is not split for layer in layers):
         raise ValueError("linear layers in float8 that read one input are split in different ways")
@@ -382,7 +382,7 @@ LAYERS: Mapping[str, type[nn.Linear]] = MappingProxyType(
 
 
 def is_float8(precision: str) -> bool:
-    """Whether layers of this precision multiply in float8."""
+    """Returns whether layers of this precision multiply in float8."""
     return precision in (FLOAT8, FLOAT8_GRADIENTS, MXFP8)
 
 
@@ -460,8 +460,8 @@ def float8_layers(
 def layer_problem(
     layer: nn.Linear, inputs: int, outputs: int, precision: str = FLOAT8
 ) -> str | None:
-    """Why a layer whose inputs and outputs are to be split over so many ranks cannot be in float8,
-    None if it can."""
+    """Returns the reason why a layer whose inputs and outputs are to be split over so many ranks
+    cannot be in float8, None if it can."""
     if isinstance(layer.weight, DTensor) and getattr(layer, "split", None) is None:
         return DISTRIBUTED
     problem = size_problem(layer.in_features // inputs, layer.out_features // outputs, precision)

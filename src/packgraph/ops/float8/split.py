@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 @dataclass(frozen=True)
 class RankSplit:
-    """How the matrix [O, I] of a layer is split over the ranks of a mesh with one dimension.
+    """Split of a layer's matrix [O, I] over the ranks of a mesh with one dimension.
 
     Attributes:
         mesh: The ranks.
@@ -36,7 +36,7 @@ class RankSplit:
     splits_rows: bool = False
 
     def operand(self, x: Tensor) -> Tensor:
-        """What this rank multiplies, a plain tensor.
+        """Returns the operand that this rank multiplies, a plain tensor.
 
         x: [..., I], plain or a DTensor, with the same values on all ranks where outputs are split;
         plain [..., I / ranks] where inputs are. Raises ValueError for a DTensor that is split.
@@ -56,7 +56,7 @@ class RankSplit:
         return operand
 
     def result(self, made: Tensor, bias: Tensor | None) -> Tensor:
-        """What the layer returns, a plain tensor. made: this rank's product; bias: the layer's."""
+        """Layer's output, a plain tensor. made: this rank's product; bias: the layer's."""
         if self.of_outputs:
             return made if bias is None else made + local_part(bias).to(made.dtype)
         share = DTensor.from_local(made, self.mesh, [Partial()], run_check=False)

@@ -69,7 +69,7 @@ def _ask(memory, expert, i, j, of_left, of_right, LEFT: tl.constexpr, RIGHT: tl.
 
 @triton.jit
 def _steps(offsets, experts, each, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many steps this program has, when it makes every num_programs-th of experts * each
+    """Number of steps of this program, when it makes every num_programs-th of experts * each
     tiles."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, EXPERTS)

@@ -1,5 +1,5 @@
-"""Which kernel makes the grouped products of experts, with which tiles, by rows per expert: one
-table for each product.
+"""Choice of kernel and tiles for the grouped products of experts, by rows per expert: one table for
+each product.
 
 Figures come from `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute
 capability 9.0) stand beside those by pointers, which run everywhere, and beside torch's grouped
@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
 class Added(NamedTuple):
-    """How `total += left^T @ right` per expert is made: ops/grouped_gemm/add_kernel.py.
+    """Launch configuration of `total += left^T @ right` per expert: ops/grouped_gemm/add_kernel.py.
 
     kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the
     result. programs: per multiprocessor ("descriptors" only, as all that follow). parts: pieces
@@ -43,7 +43,7 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """How `a @ matrix` per expert is made: ops/grouped_gemm/multiply_kernel.py, or by torch.
+    """Launch configuration of `a @ matrix` per expert (ops/grouped_gemm/multiply_kernel.py, torch).
 
     kernel: "torch", "descriptors", or "pointers" (multiply_kernel.py). rows, columns: the tile of
         the result.
@@ -104,13 +104,13 @@ def multiplied_anywhere(a: Tensor, matrices: Tensor) -> Multiplied:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether this is a CUDA device of compute capability 9."""
+    """Returns whether this is a CUDA device of compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER[0]
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can stand for these: numbers of 2 bytes on compute capability 9.0, none
-    empty, aligned, last dimension dense."""
+    """Returns whether descriptors can stand for these: numbers of 2 bytes on compute capability
+    9.0, none empty, aligned, last dimension dense."""
     return HAS_TRITON and all(
         on_hopper(x.device)
         and x.numel() > 0
@@ -132,6 +132,6 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def programs_at_once(device: torch.device, each: int) -> int:
-    """How many programs run at the same time with `each` on every multiprocessor of a CUDA
+    """Number of programs that run at the same time with `each` on every multiprocessor of a CUDA
     device."""
     return each * torch.cuda.get_device_properties(device).multi_processor_count

@@ -35,7 +35,7 @@ from packgraph.ops.grouped_gemm.configs import Multiplied
 
 @triton.jit
 def _tiles(offsets, experts, wide, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tiles the result has."""
+    """Number of tiles of the result."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)
     starts = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < experts), other=0)

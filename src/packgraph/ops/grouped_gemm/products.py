@@ -154,13 +154,13 @@ def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> 
 
 
 def _by_torch(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped product can be taken."""
+    """Returns whether torch's grouped product can be taken."""
     return not grouped_problems(x.device, x.dtype, *widths)
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether Triton's kernels can; else products are masked. Raises ValueError where that would
-    surprise."""
+    """Returns whether Triton's kernels can be taken; else products are masked. Raises ValueError
+    where that would surprise."""
     if not x.is_cuda or x.dtype not in DTYPES:
         return False
     if not HAS_TRITON:

@@ -1,5 +1,5 @@
-"""What a microbatch costs: time by its static shape, bytes of its graphs' pool. Linear models with
-measured defaults.
+"""Linear models of a microbatch's cost, with measured defaults: time by its static shape, bytes of
+its graphs' pool.
 
 Absolute numbers are those of one model on one GPU and only ratios decide which buckets are chosen:
 how many tokens a place for a document costs, and how many a microbatch.

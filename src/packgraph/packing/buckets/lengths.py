@@ -1,4 +1,4 @@
-"""How long the documents are, and what packing documents of such lengths gives.
+"""Lengths of documents, and the rows that packing documents of such lengths gives.
 
 The order of documents does not matter: training draws it at random, so lengths in a row are
 independent draws. A sample of them is packed as the packer will pack documents: that is what
@@ -124,11 +124,10 @@ class LengthHistogram:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPolicy:
-    """How documents come together. documents: how many wait at most to be combined (`pack_stream`,
-    the trainer's `data.window`), or with `batches`: how many are packed at a time with none left
-    waiting (`pack`, for every step). overlong: what becomes of a document longer than every
-    capacity.
-    """
+    """Settings of how documents are combined into rows. documents: how many wait at most to be
+    combined (`pack_stream`, the trainer's `data.window`), or with `batches`: how many are packed at
+    a time with none left waiting (`pack`, for every step). overlong: what becomes of a document
+    longer than every capacity."""
 
     documents: int = 256
     batches: bool = False
@@ -147,9 +146,8 @@ class PackingPolicy:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What packing a sample gave: for each capacity its rows by tokens and documents. pairs: Σ
-    length² over documents, for the cost of attention.
-    """
+    """Rows that packing a sample gave: for each capacity its rows by tokens and documents. pairs: Σ
+    length² over documents, for the cost of attention."""
 
     fills: tuple[tuple[Capacity, Fills], ...]
     pairs: int
@@ -188,7 +186,7 @@ class PackedRows:
         return shapes + cost.attention_us * self.pairs
 
     def above_bound(self, cost: CostModel) -> float:
-        """By what share the rows cost more than in shapes of their own without padding, which no
+        """Share by which the rows cost more than in shapes of their own without padding, which no
         buckets can beat."""
         bound = tight_cost(self.all_fills, cost) + cost.attention_us * self.pairs
         return self.cost_us(cost) / bound - 1 if self.rows else 0.0

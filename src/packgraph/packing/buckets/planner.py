@@ -1,4 +1,4 @@
-"""Which few capacities graphs are captured for, from the lengths of the documents.
+"""Choice of a few capacities that graphs are captured for, from the lengths of the documents.
 
 Every row is padded to the smallest bucket that holds it, in tokens and in documents. A bucket costs
 memory and time for capture, padding costs time in every step, and a place for a document costs
@@ -51,7 +51,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRequest:
-    """What buckets are wanted.
+    """Request for a set of buckets.
 
     policy: how documents are packed. max_tokens: tokens of the largest bucket, and so of the
     longest document. max_buckets: how many at most. multiple: tokens of a bucket are a multiple of
@@ -91,8 +91,8 @@ class BucketRequest:
 
 @dataclass(frozen=True)
 class BucketBudget:
-    """What the budget allows. tokens: of the largest bucket; buckets: how many; notes: what was
-    dropped for it."""
+    """Limits that the budget sets. tokens: of the largest bucket; buckets: how many; notes: what
+    was dropped for it."""
 
     tokens: int
     buckets: int
@@ -291,7 +291,7 @@ class BucketPlan:
 
     @property
     def above_bound(self) -> float:
-        """By what share rows cost more than in shapes of their own without any padding."""
+        """Share by which rows cost more than in shapes of their own without any padding."""
         return self.sample.above_bound(self.request.cost)
 
 

@@ -120,7 +120,8 @@ def _with_digits(number: int, digits: int) -> int:
 
 
 def best_set(fills: Fills, grid: Grid, cost: CostModel, most: int) -> ShapeSet:
-    """At most `most` corners of `grid` that hold all fills at little cost, the largest among them.
+    """Chooses at most `most` corners of `grid`, its largest too, that hold all fills at little
+    cost.
 
     Raises ValueError for a fill that the largest corner does not hold.
     """
@@ -185,7 +186,7 @@ def _points(fills: Fills) -> tuple[NDArray[np.int64], Floats]:
 
 
 def _fits(corners: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each corner holds each point, bool [corners, points]."""
+    """Returns whether each corner holds each point, bool [corners, points]."""
     return (points[None, :, 0] <= corners[:, None, 0]) & (points[None, :, 1] <= corners[:, None, 1])
 
 
