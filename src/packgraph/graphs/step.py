@@ -51,7 +51,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
 from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.key import Signature, signature
-from packgraph.graphs.parameters import aliased_parameters
+from packgraph.graphs.parameters import aliased_parameters, has_hooks
 from packgraph.graphs.program import hide_lengths, reading, reading_calls
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
@@ -320,6 +320,13 @@ class GraphedStep:
         refused = find_unsupported(self.modules)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
+        for name, parameter in self.modules.named_parameters():
+            if has_hooks(parameter):
+                raise CaptureError(
+                    f"parameter {name!r} has a hook, which a graph of a whole step would not call",
+                    user_line(),
+                    "capture layers or chunks: their graphs hand gradients to hooks",
+                )
         if self._meets:  # before exchanges within the step, too, in which others would wait
             self._meet()
         used: list[tuple[Any, Any]] = []

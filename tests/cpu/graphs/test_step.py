@@ -162,3 +162,22 @@ def test_packed_batches_are_step_arguments():
             embedding.weight.grad, gradient
         )
     assert step.stats.captured == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_no_part_of_a_step(kind, late):
+    module = nn.Linear(4, 4)
+
+    def run(x):
+        loss = module(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step = GraphedStep([module], run, RecorderBackend(), torch.device("cpu"))
+    hook = lambda given: given * 3 if kind == "register_hook" else None  # noqa: E731
+    if late:
+        step(torch.ones(2, 4))
+    getattr(module.weight, kind)(hook)
+    with pytest.raises(CaptureError, match="has a hook, which a graph of a whole step"):
+        step(torch.ones(2, 4))
