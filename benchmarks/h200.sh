@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The grid of docs/benchmarks.md on one H200, the most important rows first, within LIMIT seconds in all.
+# The grid of docs/benchmarks/step.md on one H200, the most important rows first, within LIMIT seconds in all.
 #
 #   OUT=benchmarks/results bash benchmarks/h200.sh            every way with the attention of its own stack
 #   OUT=... ATTENTION=flash bash benchmarks/h200.sh           the same attention everywhere (flash, varlen)

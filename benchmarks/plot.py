@@ -1,5 +1,5 @@
-"""The pictures of docs/benchmarks.md from rows: python benchmarks/plot.py
-benchmarks/results/*.jsonl [--out docs]
+"""The pictures of docs/benchmarks from rows: python benchmarks/plot.py benchmarks/results/*.jsonl
+[--out docs/benchmarks]
 
 One SVG file for each kind of row that there is; what was not measured is not drawn. Needs
 matplotlib (`pip install packgraph[plot]`).
@@ -12,7 +12,9 @@ from typing import Any
 
 from result_rows import newest, read_rows, step_kinds
 
-Row = dict[str, Any]
+from packgraph.bench.rows import Row
+
+ROOT = Path(__file__).parents[1]
 Series = dict[str, list[tuple[float, float]]]
 MARKS = "osD^vP*Xhd<>p"
 
@@ -149,7 +151,7 @@ def main() -> None:
     """Read the files named on the command line, draw, say what was written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     asked = parser.parse_args()
     for path in draw_all(read_rows(asked.files), asked.out):
         print(path)

@@ -1,17 +1,17 @@
-"""The tables of docs/benchmarks.md from rows.
+"""The tables of docs/benchmarks from rows.
 
-    PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl                            prints them
-    PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl --into docs/benchmarks.md  puts them in place
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl    prints them
+    ... benchmarks/results/*.jsonl --into docs/benchmarks/*.md              puts them in place
 
-In the file the tables of a benchmark stand between the lines `<!-- step -->` and `<!-- end -->`.
-"""  # noqa: E501
+In a page the tables of a benchmark stand between the lines `<!-- step -->` and `<!-- end -->`, or
+those of models whose names begin with `qwen3` between `<!-- step qwen3 -->` and `<!-- end -->`.
+"""
 
 import argparse
 import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import ALL
 from published import COLUMNS as PUBLISHED
@@ -19,9 +19,8 @@ from published import SOURCES, sources, with_ratios
 from result_rows import markdown, newest, read_rows, step_kinds
 
 from packgraph.bench import step
-from packgraph.bench.rows import Column, value
+from packgraph.bench.rows import Column, Row, value
 
-Row = dict[str, Any]
 MODEL: Column = ("model", value("model"))
 COMMIT: Column = (
     "commit",
@@ -75,12 +74,13 @@ SORTED = {
     "offload": ("model", "compile", "connections", "tokens")
 }  # rows of several runs in one table
 DRAWN = ("attention", "padding", "memory", "capture")  # by plot.py, one picture each
-PLACE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (\w+) ?([\w.-]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def tables(rows: Sequence[Row], benchmark: str) -> str:
-    """All tables of one benchmark; nothing where there are no rows."""
-    found = newest(rows, benchmark)
+def tables(rows: Sequence[Row], benchmark: str, model: str = "") -> str:
+    """All tables of one benchmark, of models whose names begin with `model`; nothing where there
+    are no rows."""
+    found = [row for row in newest(rows, benchmark) if str(row.get("model")).startswith(model)]
     if not found:
         return ""
     if benchmark == "step":
@@ -157,23 +157,20 @@ def price_table(rows: Sequence[Row]) -> str:
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
     """A page with the tables of `rows` in their places."""
-    return PLACE.sub(lambda found: f"{found[1]}{tables(rows, found[2])}{found[3]}", text)
+    return PLACE.sub(lambda found: f"{found[1]}{tables(rows, found[2], found[3])}{found[4]}", text)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Print all tables that there are rows for, or put them into a page."""
+    """Print all tables that there are rows for, or put them into pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--into", type=Path, help="the page whose tables are to be replaced")
+    parser.add_argument("--into", nargs="+", type=Path, help="pages whose tables are replaced")
     asked = parser.parse_args(words)
     rows = read_rows(asked.files)
-    if asked.into is not None:
-        asked.into.write_text(
-            with_tables(asked.into.read_text(encoding="utf-8"), rows), encoding="utf-8"
-        )
-        return
+    for page in asked.into or ():
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
     for benchmark in ("step", *FLAT):
-        if text := tables(rows, benchmark):
+        if asked.into is None and (text := tables(rows, benchmark)):
             print(f"## {benchmark}\n\n{text}")
 
 

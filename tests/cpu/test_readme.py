@@ -14,6 +14,8 @@ PAGES = [
     ROOT / "docs" / "promises.md",
     ROOT / "docs" / "glossary.md",
     ROOT / "docs" / "install.md",
+    ROOT / "docs" / "benchmarks.md",
+    *sorted((ROOT / "docs").glob("benchmarks/*.md")),
     *sorted((ROOT / "docs").glob("concepts/*.md")),
     *sorted((ROOT / "docs").glob("decisions/*.md")),
 ]

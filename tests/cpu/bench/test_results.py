@@ -1,7 +1,6 @@
 """From rows to tables and pictures, and the script that measures on a GPU: every command in it is
 one that there is."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,10 +8,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import plot
 import pytest
+import table
 from bench import ALL, STEP_WAYS
 from result_rows import markdown, newest, read_rows, step_kinds
 
@@ -20,18 +20,8 @@ from packgraph.bench.command import read_bench
 from packgraph.bench.rows import median, quantile, value
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "benchmarks" / "h200.sh"
-
-
-def script(name: str) -> ModuleType:
-    """A script of the folder benchmarks, as a module."""
-    spec = importlib.util.spec_from_file_location(
-        f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT, RESULTS = ROOT / "benchmarks" / "h200.sh", ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "docs" / "benchmarks.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 
 
 def step_row(way: str, tokens: int, price: float, **more: Any) -> dict[str, Any]:
@@ -137,20 +127,22 @@ def test_tables_of_markdown() -> None:
         "| eager | 4.0 | - |",
         "| chunk | 2.0 | - |",
     ]
-    table = script("table").price_table(ROWS[:3])
-    assert table.splitlines()[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
+    lines = table.price_table(ROWS[:3]).splitlines()
+    assert lines[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
 
 
 def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    script("table").main([str(path)])
+    table.main([str(path)])
     printed = capsys.readouterr().out
-    page = tmp_path / "page.md"
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
     page.write_text(
         "# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n"
     )
-    script("table").main([str(path), "--into", str(page)])
+    other.write_text("<!-- step ti -->\n<!-- end -->\n<!-- step big -->\nold\n<!-- end -->\n")
+    table.main([str(path), "--into", str(page), str(other)])
+    assert "attention: flash" in other.read_text() and "old" not in other.read_text()
     lines = page.read_text().splitlines()
     assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
     assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"]
@@ -165,24 +157,33 @@ def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert name in printed
 
 
-def test_the_page_shows_the_rows_that_there_are() -> None:
+def test_the_pages_show_the_rows_that_there_are() -> None:
     """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into
-    docs/benchmarks.md, and plot.py."""
-    page, table = ROOT / "docs" / "benchmarks.md", script("table")
-    text = page.read_text(encoding="utf-8")
-    rows = read_rows(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
-    assert set(re.findall(r"<!-- (\w+) -->", text)) == {"step", *table.FLAT, "end"}
-    assert table.with_tables(text, rows) == text
-    missing = [
-        name
-        for name in re.findall(r"\]\(([\w.-]+\.svg)\)", text)
-        if not (page.parent / name).exists()
-    ]
-    assert not missing
+    docs/benchmarks/*.md, and plot.py."""
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    rows, whole = read_rows(sorted(RESULTS.glob("*.jsonl"))), "\n".join(texts.values())
+    assert set(re.findall(r"<!-- (\w+) ?[\w.-]* -->", whole)) == {"step", *table.FLAT, "end"}
+    assert [page for page in PAGES if table.with_tables(texts[page], rows) != texts[page]] == []
+    assert set(table.tables(rows, "step").splitlines()) <= set(whole.splitlines()), "every model"
+    assert [page.name for page in PAGES if len(page.read_bytes()) > 25_000] == []
+    shown = re.findall(r"\]\(([\w.-]+\.svg)\)", whole)
+    assert shown and all((PAGES[-1].parent / name).exists() for name in shown)
+
+
+def test_the_figures_of_the_first_page_stand_in_the_pages_that_it_names() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (\d)\. \[.*?\]\((.+?)\)(.*)$", text, re.MULTILINE)
+    for _, page, line in lines:
+        *_, others, ours, _, commit, _ = line.split("|")
+        figures = {*re.findall(r"\d[\d,.]*\d", others + ours), commit.strip(" `")}
+        found = (PAGES[0].parent / page).read_text(encoding="utf-8")
+        assert figures <= {*re.findall(r"\d[\d,.]*\d", found), *re.findall(r"\w+", found)}
+    commands = re.findall(r"^# (\d)\n.*?(?:bench|(published))\.py (.*)$", text, re.MULTILINE)
+    read = [line[0] for line in commands if line[1] or read_bench(line[2].split(), ALL)]
+    assert read == [number for number, *_ in lines] == [*"12345"]
 
 
 def test_series_of_pictures() -> None:
-    plot = script("plot")
     kinds = step_kinds(newest(ROWS, "step"))
     assert list(kinds) == [("tiny-2-layers", "layers", "own"), ("tiny-2-layers", "layers", "flash")]
     assert plot.by_tokens(kinds["tiny-2-layers", "layers", "own"], "ms_per_1000_tokens") == {
@@ -204,7 +205,6 @@ def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
     pytest.importorskip(
         "matplotlib", reason="pictures need the extra `plot`; what they show is tested without it"
     )
-    plot = script("plot")
     written = plot.draw_all(ROWS, tmp_path)
     assert [path.stem for path in written] == [
         "bench_step_tiny-2-layers_layers_own",
