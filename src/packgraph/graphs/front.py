@@ -50,6 +50,7 @@ from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -67,7 +68,7 @@ from packgraph.graphs.errors import (
     traced_line,
 )
 from packgraph.graphs.key import CONSTANTS, neutral
-from packgraph.graphs.program import note_trace
+from packgraph.graphs.program import is_simple, note_trace
 from packgraph.graphs.stages import CompileUnit, State
 from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
@@ -256,7 +257,6 @@ class Classes:
 
 
 _PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
-_CHANGING = (ConstDictVariable, ListVariable)  # of which a replay returns copies
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
@@ -411,6 +411,13 @@ class _Answers(dict[Any, Any]):
         return answer if told or not answer else False
 
 
+def _is_copied(value: Any) -> bool:
+    """Tells whether a replay returns copies of such a result."""
+    if isinstance(value, UserDefinedObjectVariable):
+        return is_simple(value.value)
+    return isinstance(value, ConstDictVariable | ListVariable)
+
+
 def _asking_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
     return of_tables(_knowing_module_names(method))
 
@@ -447,7 +454,8 @@ def _look_at(output: Any, value: Any, seen: set[int]) -> None:
             _look_at(output, pair, seen)
     elif isinstance(value, VariableTracker) and not isinstance(value, TensorVariable):
         made = value.source is None or isinstance(value.source, TempLocalSource)
-        if not made and isinstance(value, _CHANGING) and "L['state']" not in _name(value.source):
+        of_caller = not made and "L['state']" in _name(value.source)
+        if not made and not of_caller and _is_copied(value):
             raise CaptureError(
                 f"forward returns {_in_words(_name(value.source))}, which was there before: a "
                 "replay would return another one",

@@ -12,14 +12,13 @@ of the tree of outputs, which knows how to build an object of the same class wit
     forward ─▶ {"loss": tensor, "cache": Cache} ─▶ {"loss": tensor, "cache": Opened([tensor,
     tensor])} ─▶ {..., Cache}
 
-Only objects that forward makes, and nobody keeps, are taken apart: the dry run sees to that.
+Only objects that forward makes are taken apart: the tracer refuses to return others.
 """
 
 import contextlib
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -363,14 +362,8 @@ class _Closed(Exception):
 class Opened:
     """An object taken apart. build: how it is made, nested tuples with places in `tensors`."""
 
-    def __init__(
-        self, tensors: list[Any], build: Any, origins: tuple["weakref.ref[Any]", ...] = ()
-    ) -> None:
-        self.tensors, self.build, self.origins = tensors, build, origins
-
-    def is_kept(self) -> bool:
-        """Returns whether somebody holds the object that was taken apart, or one within it."""
-        return any(origin() is not None for origin in self.origins)
+    def __init__(self, tensors: list[Any], build: Any) -> None:
+        self.tensors, self.build = tensors, build
 
     def close(self) -> Any:
         """An object of the same class, with these tensors."""
@@ -399,30 +392,18 @@ def close_objects(tree: Any) -> Any:
     )
 
 
-def opened_in(tree: Any) -> list[Opened]:
-    """The objects of a tree that were taken apart."""
-    found: list[Opened] = []
-    tree_map(
-        lambda leaf: found.append(leaf) if isinstance(leaf, Opened) else None,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, Opened),
-    )
-    return found
-
-
 def _opened(leaf: Any) -> Any:
-    if isinstance(leaf, (torch.Tensor, *_FIXED)) or not _is_simple(leaf):
+    if isinstance(leaf, (torch.Tensor, *_FIXED)) or not is_simple(leaf):
         return leaf
     tensors: list[torch.Tensor] = []
-    seen: dict[int, int] = {}
     try:
-        build = _take(leaf, tensors, seen, origins := list[Any]())
+        build = _take(leaf, tensors, {})
     except _Closed:
         return leaf
-    return Opened(list(tensors), build, tuple(map(weakref.ref, origins)))
+    return Opened(list(tensors), build)
 
 
-def _is_simple(value: Any) -> bool:
+def is_simple(value: Any) -> bool:
     """Returns whether the value is an object whose whole state is in its attributes."""
     kind = type(value)
     return (
@@ -440,7 +421,7 @@ def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<unknown>"
 
 
-def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins: list[Any]) -> Any:
+def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int]) -> Any:
     """Returns how to make `value` anew. seen: numbers of the objects met, by identity."""
     if isinstance(value, torch.Tensor):
         number = next((i for i, tensor in enumerate(tensors) if tensor is value), len(tensors))
@@ -452,24 +433,21 @@ def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins
     if type(value) in (list, tuple):
         return (
             "list" if type(value) is list else "tuple",
-            tuple(_take(v, tensors, seen, origins) for v in value),
+            tuple(_take(v, tensors, seen) for v in value),
         )
     if type(value) is dict:
         if not all(isinstance(key, CONSTANTS) for key in value):
             raise _Closed
-        return "dict", tuple(
-            (key, _take(entry, tensors, seen, origins)) for key, entry in value.items()
-        )
-    if not _is_simple(value):
+        return "dict", tuple((key, _take(entry, tensors, seen)) for key, entry in value.items())
+    if not is_simple(value):
         raise _Closed
     if id(value) in seen:
         return "again", seen[id(value)]
     seen[id(value)] = len(seen)
-    origins.append(value)
     return (
         "object",
         type(value),
-        tuple((name, _take(entry, tensors, seen, origins)) for name, entry in vars(value).items()),
+        tuple((name, _take(entry, tensors, seen)) for name, entry in vars(value).items()),
     )
 
 

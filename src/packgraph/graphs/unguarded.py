@@ -164,16 +164,11 @@ def _of_own_names(_: Method) -> Callable[..., None]:
 
 
 def _of_all_names(_: Method) -> Callable[..., None]:
-    def refuse(table: Any) -> None:
+    def guard(table: Any) -> None:
         if table.source is not None:
-            raise CaptureError(
-                "forward goes through the names of an object's attributes, which the tracer does "
-                "not watch",
-                "",
-                "ask for the names that it needs",
-            )
+            install_guard(table.source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
 
-    return refuse
+    return guard
 
 
 def _guard_name(source: Any, name: str) -> None:

@@ -133,6 +133,9 @@ class Asks(Plain):
 class Held:
     scale = 1.0
 
+    def __repr__(self):
+        return f"Held({self.scale})"
+
 
 class Bare:
     """Has no attribute at first."""
@@ -212,6 +215,10 @@ CHANGES = {
     ),
     "a number in a list that is returned": (
         lambda: Doing(lambda m, x: [m.layer(x), [m.held.scale]], held=Held()),
+        lambda m: setattr(m.held, "scale", 3.0),
+    ),
+    "an object that is returned": (
+        lambda: Doing(lambda m, x: (m.layer(x), m.held.scale, m.held), held=Held()),
         lambda m: setattr(m.held, "scale", 3.0),
     ),
     "a number of the first state": (Stages, sets("scale", 2.0)),

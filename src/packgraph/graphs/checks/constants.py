@@ -23,11 +23,10 @@ _VARIES = "pass what changes from call to call to forward as an argument, as a t
 
 
 class _Kept(NamedTuple):
-    """A constant. facts: the numbers it was made of, and the options. line: of the user's code."""
+    """A constant. facts: the numbers it was made of, and the options."""
 
     facts: str
     tensor: torch.Tensor
-    line: str
 
 
 class Constants:
@@ -53,17 +52,6 @@ class Constants:
         with _Making(self._hand_out) if self._kept else contextlib.nullcontext():
             yield
 
-    def same_as(self, other: "Constants") -> bool:
-        """Returns whether both were made of the same numbers."""
-        return [kept.facts for kept in self._kept] == [kept.facts for kept in other._kept]
-
-    def first_difference(self, other: "Constants") -> str:
-        """The line of the first constant that `other` has other numbers for."""
-        pairs = zip(self._kept, other._kept, strict=False)
-        return next(
-            (mine.line for mine, theirs in pairs if mine.facts != theirs.facts), user_line()
-        )
-
     def start_over(self) -> None:
         """The next constant is the first again: a capture begins."""
         self._next = 0
@@ -71,7 +59,7 @@ class Constants:
     def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # who refuses copies need not see it
             made: torch.Tensor = func(*args, **kwargs).detach()
-        self._kept.append(_Kept(_facts(func, args, kwargs), made, user_line()))
+        self._kept.append(_Kept(_facts(func, args, kwargs), made))
         return _own(made, kwargs)
 
     def _hand_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -11,7 +11,6 @@ so code that swallows the error would go on unseen: it is raised again when the 
 """
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -41,8 +40,6 @@ _MACHINERY = (
     str(Path(torch.utils._pytree.__file__)),
     contextlib.__file__,
 )
-_PACKAGE = f"{PACKAGE}{os.sep}"
-_HOOKS_OF = (os.path.join("torch", "autograd", "graph.py"), "contextlib.py")
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether
 # it is done)
 SeesBuiltin = Callable[[FrameType, Any, bool], None]
@@ -67,28 +64,6 @@ class Watcher:
 
     def entered(self, frame: FrameType) -> None:
         """A function whose code is not `known` begins."""
-
-
-class SavedTensorHooks(Watcher):
-    """Finds hooks that other code puts around what autograd saves, which then run in backwards (a
-    checkpoint's do).
-
-    Attributes:
-        are_there: Whether any were put up.
-    """
-
-    def __init__(self) -> None:
-        self.are_there = False
-
-    def builtins(self) -> Mapping[str, SeesBuiltin]:
-        """See Watcher."""
-        return {"_push_saved_tensors_default_hooks": self._pushed}
-
-    def _pushed(self, frame: FrameType | None, function: Any, done: bool) -> None:
-        while frame is not None and frame.f_code.co_filename.endswith(_HOOKS_OF):
-            frame = frame.f_back
-        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
-            self.are_there = True
 
 
 class _Thread(threading.local):
