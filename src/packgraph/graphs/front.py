@@ -73,6 +73,7 @@ from packgraph.graphs.stages import CompileUnit, State
 from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
     ABSENCES,
+    KEPT,
     let_go_of_tensors,
     of_tables,
     refuse_compiled_method,
@@ -99,6 +100,7 @@ class Trace:
         code: The tensor operations, as text.
         run: The function that Dynamo has written; has the arguments of the traced one.
         names: Of the tensors from outside, in words.
+        kept: Calls of functions with a cache: the function and its arguments.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Trace:
         """guards: Of all that was read, and of what is no part of the state. classes: Of what was
         read. sources: Of tensors from outside, as expressions of L and G."""
         self.run, self.code = run, code
+        self.kept: tuple[Any, ...] = ()
         # Each has weak references that tell its manager of objects that are gone.
         self._all, self._outside = guards
         self.classes = classes
@@ -225,7 +228,7 @@ class Classes:
             for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     methods = _methods(base)
-                    self._kinds[base] = {*vars(base)}, methods
+                    self._kinds[base] = _names(base), methods
                     for method in methods.values():
                         refuse_compiled_method(method, self._code)
         self._tables = [
@@ -248,7 +251,7 @@ class Classes:
             return False
         for kind, (names, methods) in self._kinds.items():
             found = _methods(kind)
-            if vars(kind).keys() != names or any(
+            if _names(kind) != names or any(
                 found.get(name) is not value for name, value in methods.items()
             ):
                 return False
@@ -276,6 +279,10 @@ def _methods(kind: type) -> dict[str, Any]:
     }
 
 
+def _names(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("___")}  # torch.compile adds some
+
+
 def _may_be_alike(value: Any) -> bool:
     """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
     (1,) and (1.0,)."""
@@ -301,6 +308,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
     """
     made: list[Any] = [None, None, "", []]
+    KEPT.clear()
 
     def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_effects(InstructionTranslator.current_tx().output)
@@ -364,6 +372,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     owner = arguments["owner"]
     sources = [*sources, *(name for name in classes.baked if name not in sources)]
     result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
+    result.kept = tuple(KEPT)
     weakref.finalize(result, _forget, ends)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)

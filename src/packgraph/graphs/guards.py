@@ -58,6 +58,28 @@ class _Used(NamedTuple):
     read: tuple[Any, ...]
 
 
+class _Kept(NamedTuple):
+    """A call of a function with a cache, with what it has given and how full the cache was."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    found: Any
+    size: int
+
+    @classmethod
+    def of(cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Kept":
+        """The call as it is now."""
+        found = function(*args, **kwargs)
+        return cls(function, args, kwargs, found, function.cache_info().currsize)
+
+    def holds(self) -> bool:
+        """Tells whether the cache has the same for it; a cache that was cleared is not filled."""
+        if self.function.cache_info().currsize < self.size:
+            return False
+        return self.function(*self.args, **self.kwargs) is self.found
+
+
 def refuse_host_memory(used: Sequence[tuple["Trace", Any]], device: str | None) -> None:
     """Raises CaptureError for a tensor that is read from outside and does not lie on the device of
     the graph: kernels get its number, which a graph would keep. device: None = on the host, too."""
@@ -92,7 +114,7 @@ class Guards:
     ) -> None:
         self._used, self._whole = list[_Used](), whole
         self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
-        self._classes = list[Any]()
+        self._classes, self._kept = list[Any](), list[_Kept]()
         found = dict[int, tuple[str, torch.Tensor]]()
         for trace, owner in used:
             read = self._use(trace, owner)
@@ -122,6 +144,7 @@ class Guards:
         self._used.append(_Used(trace, owner, scope, read))
         if trace.classes not in self._classes:
             self._classes.append(trace.classes)
+            self._kept += [_Kept.of(*call) for call in trace.kept]
         return read
 
     def add(self, trace: "Trace", owner: Any) -> None:
@@ -139,6 +162,9 @@ class Guards:
                 return False
         for classes in self._classes:
             if not classes.hold():
+                return False
+        for kept in self._kept:
+            if not kept.holds():
                 return False
         with neutral() if torch._C._is_any_autocast_enabled() else _NOTHING:
             if not self._traces_hold(asked=whole):
@@ -197,6 +223,8 @@ class Guards:
             for name, now, before in zip(trace.names, trace.read(owner), read, strict=False):
                 if now is not before:
                     return Change(f"{name} is another one", _IN_PLACE)
+        if not all(kept.holds() for kept in self._kept):
+            return Change("what a cache of functools has kept is another object", _ARGUMENT)
         if not self._lists_hold():
             return Change("a module that stages belong to was replaced", _ARGUMENT)
         return self.memory_changed()

@@ -327,14 +327,20 @@ def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
 def check_first(
     regions: Mapping[int, Region], program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises CaptureError where a call of a program begins with another state than at capture."""
-    if shown_facts(program.begin(args, kwargs)) != next(iter(regions.values())).facts:
+    """Raises CaptureError where a call of a program begins with another state than at capture.
+    Whether tensors need gradients is the caller's business here."""
+    now, then = shown_facts(program.begin(args, kwargs)), next(iter(regions.values())).facts
+    if _without_gradients(now) != _without_gradients(then):
         raise CaptureError(
             f"begin of {type(program.module).__name__} makes another state than at capture for "
             "such calls",
             forward_line(program.module),
             "pass what changes to the call as an argument",
         )
+
+
+def _without_gradients(facts: dict[str, tuple[TreeSpec, list[Any]]]) -> dict[str, Any]:
+    return {key: (spec, [leaf[:3] for leaf in leaves]) for key, (spec, leaves) in facts.items()}
 
 
 def _fact(leaf: Any) -> Any:

@@ -67,6 +67,7 @@ class Trusted:
     """Stands for the trace of a module that nobody has read (`front.Trace`)."""
 
     code, recomputes = "", True  # a backward may run any of its code
+    kept = ()
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module

@@ -5,7 +5,7 @@
     an array of numpy                              refused: it is made a tensor, and not compared
     what users have compiled                       refused: Dynamo reads through it
     a size that depends on numbers                 refused: torch reads them on the host
-    what a cache of functools has kept             refused, but for constants: Dynamo calls anew
+    what a cache of functools has kept             compared, or refused: Dynamo calls anew
 
 No table of names is kept here: what else the tracer takes for fixed, it takes for fixed everywhere.
 """
@@ -113,7 +113,7 @@ def _of_attributes(method: Method) -> Method:
 def _has(value: Any, name: str) -> bool:
     """Whether an object, its class or a module's tables have a name, or it has no names at all."""
     own = getattr(value, "__dict__", None)
-    if not isinstance(own, dict) or name in own:
+    if not isinstance(own, dict) or name in own or not type(value).__dictoffset__:
         return True
     if any(name in vars(kind) for kind in type(value).__mro__):
         return True
@@ -135,18 +135,28 @@ def of_tables(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+KEPT = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]()  # what the trace under way has called
+
+
 def _of_caches(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(function: Any, *args: Any) -> Any:
-        found, kept = method(function, *args), function.wrapper_obj
+    """Calls of functions with a cache: Dynamo reads through it, and a graph has what is in it."""
+
+    def call(function: Any, asking: Any, args: Any, kwargs: Any) -> Any:
+        found, kept = method(function, asking, args, kwargs), function.wrapper_obj
         room = (getattr(kept, "__module__", None) or "").split(".")[0]
-        is_cached = hasattr(kept, "cache_info") and room not in ("torch", __name__.split(".")[0])
-        if is_cached and isinstance(found, _CHANGING):
+        if not hasattr(kept, "cache_info") or room in ("torch", __name__.split(".")[0]):
+            return found
+        known = all(each.is_python_constant() for each in (*args, *kwargs.values()))
+        if isinstance(found, _CHANGING) or (isinstance(found, TensorVariable) and not known):
             raise CaptureError(
-                f"forward takes a tensor, container or object from the cache of {kept.__name__} "
-                "(functools.lru_cache): the tracer would not see it change",
+                f"forward takes a container, an object or a tensor from the cache of "
+                f"{kept.__name__} (functools.lru_cache), which the tracer would not see change",
                 "",
                 "keep it on the module: a tensor as a buffer",
             )
+        if known:
+            named = {name: each.as_python_constant() for name, each in kwargs.items()}
+            KEPT.append((kept, tuple(each.as_python_constant() for each in args), named))
         return found
 
     return call
@@ -219,4 +229,4 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (_OWN_NAMES, "install_dict_contains_guard"): _of_own_names,
     (_OWN_NAMES, "install_dict_keys_match_guard"): _of_all_names,
 }
-_CHANGING = (TensorVariable, ConstDictVariable, ListVariable, UserDefinedObjectVariable)
+_CHANGING = (ConstDictVariable, ListVariable, UserDefinedObjectVariable)
