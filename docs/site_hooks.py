@@ -10,7 +10,10 @@ from mkdocs.structure.files import File, Files
 def on_files(files: Files, config: Any) -> Files:
     text = Path("README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=text.replace("](docs/", "](")))
-    for example in sorted(Path("examples").glob("*.py")):
+    programs = sorted(Path("examples").glob("*.py"))
+    listed = "".join(f"* [{each.name}]({each.stem}.md)\n" for each in programs)
+    files.append(File.generated(config, "examples/index.md", content=f"# Examples\n\n{listed}"))
+    for example in programs:
         code = example.read_text(encoding="utf-8")
         says = (ast.get_docstring(ast.parse(code)) or "").partition("\n")[0]
         page = f"# {example.name}\n\n{says}\n\n```python\n{code}```\n"
@@ -20,6 +23,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace("](examples)", "](examples/index.md)")
     for example in Path("examples").glob("*.py"):
         shown = f"{up}examples/{example.stem}.md"
         for home in (f"../{up}", up):
