@@ -6,9 +6,11 @@ that a line can be replaced by one of its operands; each line of the loop can be
 how a failing program is made small.
 """
 
+import itertools
 import random
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
@@ -541,7 +543,6 @@ def _namespace() -> dict[str, Any]:
         "copy": copy,
         "checkpoint": checkpoint,
         "Parts": _parts(),
-        "__name__": "program",
         "SCALE": 1.0,
         "TABLE": {"s": 1.0},
         "AUX": [],
@@ -551,6 +552,9 @@ def _namespace() -> dict[str, Any]:
     }
 
 
+_NUMBERS = itertools.count()
+
+
 def entry_of(program: Program) -> Entry:
     """The program as an entry of the corpus; every run gets names of its own."""
     code = compile(program.text, "<string>", "exec")
@@ -558,11 +562,11 @@ def entry_of(program: Program) -> Entry:
 
     def make() -> nn.Module:
         nonlocal current
-        module = sys.modules["program"] = ModuleType(
-            "program"
-        )  # tracers look code up by its module
+        name = f"program_{next(_NUMBERS)}"  # tracers look code up by the name of its module
+        module = sys.modules[name] = ModuleType(name)
         current = vars(module)
-        current.update(_namespace())
+        current.update(_namespace(), __name__=name)
+        weakref.finalize(current["Parts"], sys.modules.pop, name, None)
         exec(code, current)
         return current["Program"]()
 
