@@ -1,4 +1,4 @@
-"""What is checked of a module that its user says is static, in place of traces and their guards.
+"""Checks of a module that its user says is static, in place of traces and their guards.
 
     submodules, parameters, buffers, hooks    by identity, where a table of them was written to
     where parameters and buffers lie          before every call, and their forms
@@ -31,7 +31,7 @@ class _Parts:
         self.look()
 
     def look(self) -> None:
-        """What there is now is what there should be."""
+        """Takes what there is now for what there should be."""
         self._own = [*map(vars, self._modules)]
         self._tables = [own[name] for own in self._own for name in _TABLES]
         self._held, self._training = self._held_now(), [*map(_TRAINING, self._modules)]
@@ -52,12 +52,15 @@ class _Parts:
         return [(name, id(value)) for table in tables for name, value in table.items()]
 
     def hold(self) -> bool:
-        """Whether nothing has changed."""
+        """Tells whether nothing has changed."""
         if list(map(_TRAINING, self._modules)) != self._training:
             return False
         if self._versions_now() == self._versions:
             return True
-        if self._held_now() != self._held or [*map(vars, self._modules)] != self._own:
+        # Tables of attributes hold tensors, which == would compare by their numbers.
+        if not all(map(operator.is_, map(vars, self._modules), self._own)) or (
+            self._held_now() != self._held
+        ):
             return False
         self.look()
         return True
