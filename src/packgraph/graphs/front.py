@@ -330,7 +330,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
         torch._dynamo.config.patch({"ignore_logger_methods": _log_calls(), **_READING}),
-        contextlib.nullcontext() if backend else _answering_as_eager_code(),
+        _looking_alone() if backend else _answering_as_eager_code(),
         _leaving_generators(),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
@@ -432,15 +432,28 @@ def _asking_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looking_at_results(returns: Callable[..., None]) -> Callable[..., None]:
-    """What is returned is looked at, so that it has guards, and left out: nobody runs the code."""
+    """Results are looked at, so that they have guards, and left out of code that nobody runs."""
 
     def end(translator: Any, instruction: Any) -> None:
         if instruction.opname == "RETURN_VALUE":
-            _look_at(translator.output, translator.pop(), set())
-            translator.push(ConstantVariable.create(None))
+            _look_at(translator.output, translator.stack[-1], set())
+            if fallback.READING:
+                translator.pop()
+                translator.push(ConstantVariable.create(None))
         returns(translator, instruction)
 
     return end
+
+
+@contextlib.contextmanager
+def _looking_alone() -> Iterator[None]:
+    """Within the block, where code is compiled, results are looked at."""
+    own = InstructionTranslator._return
+    InstructionTranslator._return = _looking_at_results(own)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        InstructionTranslator._return = own  # type: ignore[method-assign]
 
 
 def _look_at(output: Any, value: Any, seen: set[int]) -> None:

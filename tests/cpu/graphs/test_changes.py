@@ -358,3 +358,14 @@ def test_trust_asks_between_forward_and_backward():
     module.eval()
     with pytest.raises(RuntimeError, match="changed between forward and backward"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [HandedOn, ToTheEnd])
+def test_numbers_that_compiled_stages_hand_on_are_seen(kind):
+    torch.manual_seed(0)
+    module = kind()
+    graphed = graph(module, warmup=1, compile="aot_eager")
+    for _ in range(3):
+        graphed(torch.ones(3, 4)).sum().backward()
+    module.scale = 2.0
+    torch.testing.assert_close(graphed(torch.ones(3, 4)), module(torch.ones(3, 4)))
