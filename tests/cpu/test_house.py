@@ -19,7 +19,7 @@ FILES = sorted(
 )
 RANKS = {
     "packing": 0,
-    "graphs": 1,
+    "graphs": 8274,
     "ops": 1,
     "mamba": 2,
     "moe": 2,
@@ -440,7 +440,7 @@ def test_modules_say_what_they_are_for():
 STATEMENTS = {
     "__init__": 37,
     "packing": 1053,
-    "graphs": 8276,
+    "graphs": 8274,
     "ops": 2177,
     "mamba": 967,
     "moe": 1971,
@@ -453,7 +453,7 @@ STATEMENTS = {
     "verification": 930,
     "bench": 1073,
     "cli": 358,
-    "tests": 48705,
+    "tests": 48707,
     "benchmarks": 4674,
 }
 SLACK = 40  # statements that a budget may lie above what there is
