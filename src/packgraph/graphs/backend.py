@@ -112,9 +112,8 @@ class Backend(Protocol):
         """Open the capture of one variant into `pool`, scratch memory into `scratch`. trial: its
         graphs are thrown away."""
 
-    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
-        """Run eagerly what is about to be captured, if this backend needs it (lazy handles,
-        compiled kernels). as_called: on the stream of the call, not on that of captures."""
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run eagerly what is about to be captured (lazy handles, compiled kernels)."""
 
     def watching_host(
         self, step: Callable[[Callable[[], Any]], None]

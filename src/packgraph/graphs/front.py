@@ -19,6 +19,7 @@ import importlib
 import logging
 import marshal
 import os
+import random
 import sys
 import warnings
 import weakref
@@ -113,12 +114,12 @@ class Trace:
         sources: Sequence[str],
         owner: Any,
     ) -> None:
-        """guards: Of all that was read, and of what is no part of the state. classes: Of what was
-        read. sources: Of tensors from outside, as expressions of L and G."""
+        """guards: Of the state and the modes of the call, and of all else that was read. classes: Of
+        what was read. sources: Of tensors from outside, as expressions of L and G."""
         self.run, self.code = run, code
         self.kept: tuple[Any, ...] = ()
         # Each has weak references that tell its manager of objects that are gone.
-        self._all, self._outside = guards
+        self._of_state, self._outside = guards
         self.classes = classes
         self._globals = function.__globals__
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -142,18 +143,25 @@ class Trace:
 
     def fits(self, owner: Any, state: Any) -> bool:
         """Whether everything that was read is as it was traced."""
-        given = self.scope(owner) | {"state": state}
-        holds = self.holds(given, whole=True)
+        scope = self.scope(owner)
+        if not self.holds_of(scope | {"state": state}):
+            return False
+        with neutral():
+            holds = self.holds(scope)
         return holds and self.is_read_as(self.read(owner)) and self.classes.hold()
 
     def scope(self, owner: Any) -> dict[str, Any]:
-        """The variables of a call, the state left out, for `holds` and `read`."""
+        """The variables of a call, the state left out, for `holds`, `holds_of` and `read`."""
         return {"owner": owner, **self._cells}
 
-    def holds(self, scope: dict[str, Any], whole: bool = False) -> bool:
-        """Whether guards of all that was read hold, the state left out; asked within `neutral`.
-        whole: Of the state, too, which is in `scope`."""
-        found: bool = (self._all if whole else self._outside).guard_manager.check(scope)
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """Whether guards of all that was read hold, the state left out; asked within `neutral`."""
+        found: bool = self._outside.guard_manager.check(scope)
+        return found
+
+    def holds_of(self, scope: dict[str, Any]) -> bool:
+        """Whether guards of the state hold, which is in `scope`, and of the modes of the call."""
+        found: bool = self._of_state.guard_manager.check(scope)
         return found
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
@@ -184,9 +192,10 @@ class Trace:
         given = self.scope(owner) | {"state": state}
         if not self.classes.hold():
             return "a method of a class that forward uses, or the environment"
-        with neutral() if state is None else contextlib.nullcontext():
-            guards = self._outside if state is None else self._all
-            found = guards.guard_manager.check_verbose(given)
+        with neutral():
+            found = self._outside.guard_manager.check_verbose(given)
+        if found.result and state is not None:
+            found = self._of_state.guard_manager.check_verbose(given)
         if found.result:
             return "a number that forward reads"
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
@@ -213,7 +222,7 @@ class Classes:
         self._versions: list[int] = []
 
     def note(self, entries: Sequence[Any]) -> list[bool]:
-        """A filter of guards that keeps all but those of how they are made."""
+        """A filter of guards that keeps those of the state and of the modes of the call."""
         for entry in entries:
             name = _name(entry.orig_guard)
             if isinstance(entry.value, torch.nn.Module):
@@ -240,7 +249,9 @@ class Classes:
         self._environment = dict(os.environ)
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
         self._versions = list(map(dict_version, self._tables))
-        return [not _name(entry.orig_guard).endswith(_FLAG) for entry in entries]
+        outside = _outside_alone(entries)
+        flags = [_name(entry.orig_guard).endswith(_FLAG) for entry in entries]
+        return [not one and not flag for one, flag in zip(outside, flags, strict=True)]
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -355,9 +366,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             )
         with torch_function_mode_stack_state_mgr.temp_restore_stack(), _noting_ends() as ends:
             classes = Classes(output.traced_code)
-            guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
+            of_state = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
-                guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
+                guards = of_state, _again(found).build_guards(code, hooks=_OUTSIDE)
     for built in guards:
         names_of_guards = built.guard_manager.closure_vars or {}
         for name, value in list(names_of_guards.items()):
@@ -445,15 +456,29 @@ def _looking_at_results(returns: Callable[..., None]) -> Callable[..., None]:
     return end
 
 
+# By owner and name: how a function of Dynamo's becomes another one.
+_Substitutes = dict[tuple[Any, str], Callable[[Any], Any]]
+_FOR_ALL: _Substitutes = {
+    (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
+    (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
+    (InstructionTranslator, "_return"): _looking_at_results,
+}
+
+
 @contextlib.contextmanager
 def _looking_alone() -> Iterator[None]:
     """Within the block, where code is compiled, results are looked at."""
-    own = InstructionTranslator._return
-    InstructionTranslator._return = _looking_at_results(own)  # type: ignore[method-assign]
-    try:
+    with contextlib.ExitStack() as at_end:
+        _substitute(at_end, _FOR_ALL)
         yield
-    finally:
-        InstructionTranslator._return = own  # type: ignore[method-assign]
+
+
+def _substitute(at_end: contextlib.ExitStack, substitutes: _Substitutes) -> None:
+    """Puts other functions in the place of Dynamo's, until `at_end`."""
+    for (home, name), substitute in substitutes.items():
+        if hasattr(home, name):
+            at_end.callback(setattr, home, name, getattr(home, name))
+            setattr(home, name, substitute(getattr(home, name)))
 
 
 def _look_at(output: Any, value: Any, seen: set[int]) -> None:
@@ -525,21 +550,15 @@ def _answering_as_eager_code() -> Iterator[None]:
     before = {asked: rules[asked] for asked in _CAPTURING if asked in rules}
     handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
     rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
-    substitutes: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    substitutes: _Substitutes = {
         (torch_variables, "tracing_state_functions"): lambda _: lambda: answers,
         (meta, "_meta_grouped_mm_common"): _of_any_dtype,
-        (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
-        (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
         (GetAttrVariable, "call_method"): _asking_attributes,
-        (InstructionTranslator, "_return"): _looking_at_results,
-    } | ABSENCES
+    }
     fallback.READING = True
     try:
         with contextlib.ExitStack() as at_end:
-            there = {key: make for key, make in substitutes.items() if hasattr(*key)}
-            for (home, name), substitute in there.items():
-                at_end.callback(setattr, home, name, getattr(home, name))
-                setattr(home, name, substitute(getattr(home, name)))
+            _substitute(at_end, _FOR_ALL | substitutes | ABSENCES)
             yield
     finally:
         fallback.READING = False
@@ -560,15 +579,15 @@ def _leaving_generators() -> Iterator[None]:
 
         return put
 
-    homes = torch.random, torch.cuda
-    before = [home.set_rng_state for home in homes]
-    for home, put_back in zip(homes, before, strict=True):
-        home.set_rng_state = leaving(put_back)  # type: ignore[attr-defined]
+    places = (torch.random, "set_rng_state"), (torch.cuda, "set_rng_state"), (random, "setstate")
+    before = [getattr(*place) for place in places]
+    for place, put_back in zip(places, before, strict=True):
+        setattr(*place, leaving(put_back))
     try:
         yield
     finally:
-        for home, put_back in zip(homes, before, strict=True):
-            home.set_rng_state = put_back  # type: ignore[attr-defined]
+        for place, put_back in zip(places, before, strict=True):
+            setattr(*place, put_back)
 
 
 def _again(found: Any) -> Any:

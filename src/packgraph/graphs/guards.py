@@ -158,7 +158,7 @@ class Guards:
         whole = self._whole and args is not None
         if whole:
             first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
-            if not first.trace.holds(first.scope | {"state": state}, whole=True):
+            if not first.trace.holds_of(first.scope | {"state": state}):
                 return False
         for classes in self._classes:
             if not classes.hold():
@@ -167,16 +167,15 @@ class Guards:
             if not kept.holds():
                 return False
         with neutral() if torch._C._is_any_autocast_enabled() else _NOTHING:
-            if not self._traces_hold(asked=whole):
+            if not self._traces_hold():
                 return False
         return self._memory_holds() and (not self._lists or self._lists_hold())
 
-    def _traces_hold(self, asked: bool) -> bool:
-        """asked: Whether the first trace's guards hold already."""
+    def _traces_hold(self) -> bool:
         for trace, owner, scope, read in self._used:
-            if not asked and not trace.holds(scope):
+            if not trace.holds(scope):
                 return False
-            asked, now = False, trace.read(owner, scope)
+            now = trace.read(owner, scope)
             tensors = len(trace.names)
             if not all(map(operator.is_, now[:tensors], read)):
                 return False

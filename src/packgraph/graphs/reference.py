@@ -19,9 +19,9 @@ go (but those of compiled code, which adds to `.grad` itself). All digests are r
 
 Where digests differ three more runs measure by how much: plain, plain, replay. The first keeps the
 values of what differs, on the device if there is room, and the others are held against these as
-they arrive. If plain calls repeat themselves, the difference is an error. If they do not (atomic
-additions), it may be four times as large as theirs, and four units in the last place of the
-tensor's largest element more, since two calls may be alike by chance.
+they arrive. If plain calls repeat themselves, and replays do, the difference is an error. If they
+do not (atomic additions), it may be four times as large as that of plain calls, and four units in
+the last place of the tensor's largest element more, since two calls may be alike by chance.
 
 Not compared:
 
@@ -192,13 +192,15 @@ class Reference:
         """
         if self._known is None:
             return False
-        differing = self._known.differing(self._replayed(variant, slot, _Facts()))
+        first = self._replayed(variant, slot, _Facts())
+        differing = self._known.differing(first)
         if not anywhere(next(iter(differing), None)):
             return True
         one = self._plain(_Facts(differing))
         two = self._plain(_Facts(differing, one))
         replayed = self._replayed(variant, slot, _Facts(differing, one))
-        repeats = not self._known.differing(one) and not one.differing(two)
+        pairs = (self._known, one), (one, two), (first, replayed)
+        repeats = not any(before.differing(after) for before, after in pairs)
         for name in differing:
             spread, last_place = two.gaps.get(name, (0.0, 0.0))
             distance, _ = replayed.gaps.get(name, (inf, 0.0))
@@ -229,7 +231,7 @@ class Reference:
     def _plain(self, facts: _Facts) -> _Facts:
         program, backend = self.call.program, self.call.backend
         call = (lambda *a, **kw: program.call(a, kw)) if program.compiles else self.module
-        backend.warm_up(lambda: self._run(facts, call, None), as_called=True)
+        backend.warm_up(lambda: self._run(facts, call, None))
         return facts.read()
 
     def _replayed(self, variant: Variant, slot: Slot, facts: _Facts) -> _Facts:

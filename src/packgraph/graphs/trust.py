@@ -93,7 +93,11 @@ class Trusted:
         """See Trace."""
         return True
 
-    def holds(self, scope: dict[str, Any], whole: bool = False) -> bool:
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """See Trace."""
+        return True
+
+    def holds_of(self, scope: dict[str, Any]) -> bool:
         """See Trace."""
         return True
 

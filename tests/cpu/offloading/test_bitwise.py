@@ -247,7 +247,7 @@ def test_a_compiled_layer_is_one_group():
 
 def test_clocks_are_read_before_a_capture_begins(monkeypatch):
     """As on CUDA, where the call is dry-run first and a capture holds no wait for the device."""
-    monkeypatch.setattr(RecorderBackend, "warm_up", lambda backend, run, as_called=False: run())
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda backend, run: run())
     elapsed_us = EmulatedCopyStreams.elapsed_us
 
     def outside(copy_streams, start, end):

@@ -84,7 +84,7 @@ def test_what_eager_stages_between_have_saved_is_not_the_graphs(scope, postpones
 
 def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkeypatch):
     """The dry run reads it, but no graph does; kept, it would be pinned twice."""
-    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run, as_called=False: run())
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run: run())
     graphed, runtime, arguments = warmed(config(), DENSE)
     pinned = [
         weakref.ref(piece.untyped_storage())

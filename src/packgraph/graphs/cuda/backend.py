@@ -261,6 +261,7 @@ class CudaBackend:
     ) -> Iterator[CudaWindow]:
         """See Backend; on an error the window's graphs are freed."""
         self.workspaces.ensure()
+        torch.cuda.empty_cache()  # for the pools: an allocator that captures frees nothing
         window = CudaWindow(self, pool, scratch)
         window.copy_streams.trial = trial
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -275,18 +276,14 @@ class CudaBackend:
                 for graph in window.graphs:
                     graph.reset()
 
-    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
-        """Run once on the capture stream: library handles, workspaces and compiled kernels come to
-        life here. as_called: on the current stream instead."""
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run once on the current stream, whose memory is there: library handles and compiled
+        kernels come to life here."""
         self.workspaces.ensure()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with contextlib.nullcontext() if as_called else torch.cuda.stream(self.stream):
-                run()
-        finally:  # what was written to is put back on the current stream, after an error, too
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            run()
+        finally:
             torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
 
     def watching_host(
         self, step: Callable[[Callable[[], Any]], None]

@@ -544,7 +544,7 @@ class RecorderBackend:
         yield window
         window.close()
 
-    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
+    def warm_up(self, run: Callable[[], None]) -> None:
         """Run once; the CPU itself has nothing to initialise before a capture."""
         run()
 

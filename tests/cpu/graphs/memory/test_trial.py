@@ -130,7 +130,7 @@ def unseen(monkeypatch):
             yield made
 
     monkeypatch.setattr(RecorderBackend, "window", window)
-    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run, as_called=False: run())
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run: run())
     monkeypatch.setattr(RecorderBackend, "guard_device", "cpu")
 
 
