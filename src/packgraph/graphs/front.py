@@ -114,8 +114,8 @@ class Trace:
         sources: Sequence[str],
         owner: Any,
     ) -> None:
-        """guards: Of the state and the call's modes, and of the rest that was read. classes: Of what
-        was read. sources: Of tensors from outside, as expressions of L and G."""
+        """guards: Of the state and the modes of the call, and of all else. classes: Of what was
+        read. sources: Of tensors from outside, as expressions of L and G."""
         self.run, self.code = run, code
         self.kept: tuple[Any, ...] = ()
         # Each has weak references that tell its manager of objects that are gone.
