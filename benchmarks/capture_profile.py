@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/capture_profile.py --layers 28 --banks 4 --compile
 
-The same bank is captured in one process as it is, twice, without the watch of Python calls, and so
-under cProfile. Code is compiled in the first capture.
+The same bank is captured in one process as it is, twice, and then under cProfile. Code is compiled
+in the first capture.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from bench_memory import Bank
 
 from packgraph.bench.models import build_part, draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.variants import Graphed
-from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.graphed import control
 from packgraph.graphs.timer import synchronize
 from packgraph.packing.capacity import Capacity
@@ -58,18 +57,15 @@ def main() -> None:
     work = Bank(shapes, drawn).work(model)
     way = Graphed("profiled", work, shapes, "chunk", "inductor" if given.compile else False)
     way.warm_up([batch.to(device) for batch in drawn])
-    first, watched = seconds(way, device), seconds(way, device)
-    with unwatched():
-        quiet = seconds(way, device)
-        profile = cProfile.Profile()
-        profile.enable()
-        seconds(way, device)
-        profile.disable()
+    first, again = seconds(way, device), seconds(way, device)
+    profile = cProfile.Profile()
+    profile.enable()
+    seconds(way, device)
+    profile.disable()
     each = 1000 / given.layers / given.banks
     print(
         f"{given.model}, {given.layers} layers, {given.banks} shapes up to {given.tokens} tokens: "
-        f"first {first:.2f} s, again {watched:.2f} s ({watched * each:.1f} ms a layer and shape), "
-        f"without the watch {quiet:.2f} s ({quiet * each:.1f} ms)"
+        f"first {first:.2f} s, again {again:.2f} s ({again * each:.1f} ms a layer and shape)"
     )
     statistics = pstats.Stats(profile)
     statistics.sort_stats("tottime").print_stats(given.lines)

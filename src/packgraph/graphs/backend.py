@@ -115,12 +115,6 @@ class Backend(Protocol):
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run eagerly what is about to be captured (lazy handles, compiled kernels)."""
 
-    def watching_host(
-        self, step: Callable[[Callable[[], Any]], None]
-    ) -> AbstractContextManager[None]:
-        """Within the block `step` is told of effects on the host that a capture would have to
-        hold."""
-
     def generators(self) -> list[torch.Generator]:
         """The default random generators whose state a capture must leave alone."""
 

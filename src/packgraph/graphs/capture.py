@@ -20,7 +20,6 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
-from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run
 from packgraph.graphs.errors import CaptureError, user_line, warn
@@ -421,12 +420,8 @@ def capture_variant(
     if backend.guard_device is None:  # it keeps what it reads and writes itself
         dry_run.read.clear()
         dry_run.written.clear()
-    # The dry run has watched the calls of the same code; what effects a recording holds it must see
-    # itself.
-    quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()
     with (
         explained(),
-        quiet,
         undone(program.module, backend) as journal,
         aliased_parameters(program.module) as aliases,
         compiled_code(program.compiles, fixed=True),

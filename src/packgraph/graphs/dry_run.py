@@ -23,7 +23,6 @@ from packgraph.graphs.build import (
 from packgraph.graphs.checks.autograd_calls import only_forward
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.host_calls import UnseenLoop, watch_also
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, HostSyncCheck, Journal
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
@@ -64,13 +63,7 @@ def dry_run(call: CapturedCall) -> DryRun:
 
     Raises CaptureError at the line of what a capture could not hold, or a replay would not do.
     """
-    steps = list[Any]()
-
-    def watched_run(run: Any) -> None:
-        with call.backend.watching_host(steps.append):
-            call.backend.warm_up(run)
-
-    return _once(call, watched_run)._replace(has_host_steps=bool(steps))
+    return _once(call, call.backend.warm_up)
 
 
 def compile_ahead(call: CapturedCall) -> None:
@@ -108,8 +101,7 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
         reading(used) if program.staged else contextlib.nullcontext(),
     ):
         parameters = [*aliases.alias_of.values()]
-        with UnseenLoop():
-            run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
+        run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
         how(lambda: found.append(run(call.args, call.kwargs)))
     for trace, _ in used:  # what has not been found at its line
         if SIZES in trace.code:
@@ -256,9 +248,9 @@ class _CheckedRun:
         wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
         if not ends or not wanted:
             return
-        if self.device_type == "cuda":
+        if self.journal.draws is not None:
             for end in ends:
-                end.register_hook(watch_also())
+                end.register_hook(self.journal.draws.listen)
         with (
             HostSyncCheck(self.device),
             CaptureChecker(self.journal, refuse=True, device=self.device),

@@ -57,11 +57,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.checks.host_calls import (
-    compiling_begins,
-    compiling_ends,
-    unwatched_compiling,
-)
 from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled
 from packgraph.graphs.errors import (
     PACKAGE,
@@ -697,12 +692,7 @@ def outside_of_modes() -> Iterator[None]:
         while isinstance(_get_current_function_mode(), FunctionWatcher):
             stack.enter_context(_pop_mode_temporarily())
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(unwatched_compiling())
-        compiling_begins()
-        try:
-            yield
-        finally:
-            compiling_ends()
+        yield
 
 
 Code = Callable[[Any, State], State]

@@ -61,7 +61,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from packgraph.graphs.checks.host_calls import UnseenLoop
 from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor
 from packgraph.graphs.slots import Launches
 
@@ -455,14 +454,12 @@ class Accumulator:
 def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block backwards leave one number in place of each gradient of `aliases`: of the
     same shape, dtype, device and placements, without memory of that size."""
-    with UnseenLoop():
-        hooks = [alias.register_hook(without_memory) for alias in aliases if alias.requires_grad]
+    hooks = [alias.register_hook(without_memory) for alias in aliases if alias.requires_grad]
     try:
         yield
     finally:
-        with UnseenLoop():
-            for hook in hooks:
-                hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def without_memory(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.backend import Static, Window
-from packgraph.graphs.checks.host_calls import UnseenLoop
 
 _COMMON = {
     bool,
@@ -155,18 +154,16 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
     aliases = Aliases()
     replaced = []
     try:
-        with UnseenLoop():
-            for owner in module.modules():
-                for name, parameter in owner._parameters.items():
-                    if parameter is not None:
-                        replaced.append((owner, name, parameter))
-                        owner._parameters[name] = aliases.alias(parameter)
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    replaced.append((owner, name, parameter))
+                    owner._parameters[name] = aliases.alias(parameter)
         yield aliases
     finally:
         aliases.close()
-        with UnseenLoop():
-            for owner, name, parameter in replaced:
-                owner._parameters[name] = parameter
+        for owner, name, parameter in replaced:
+            owner._parameters[name] = parameter
 
 
 def are_leaves(module: torch.nn.Module) -> bool:

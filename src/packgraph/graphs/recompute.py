@@ -17,11 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from packgraph.graphs import fallback
-from packgraph.graphs.checks.host_calls import watched_calls
 from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
 from packgraph.graphs.checks.operations import operation_of
-from packgraph.graphs.checks.random_state import PastDraws, Redraw
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.checks.random_state import PastDraws, Redraw, state_calls
 from packgraph.graphs.parameters import without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.slots import SlotLease
@@ -182,11 +180,7 @@ def _drawing_again(
     """
     made, redraw = None, Redraw(draws)
     if not region.context.compiled:
-        with (
-            contextlib.suppress(CaptureError),
-            watched_calls(redraw),
-            _Redrawing(redraw),
-        ):  # a profiler is in the way
+        with state_calls(redraw), _Redrawing(redraw):
             made = run()
     states = redraw.states()
     if made is None or redraw.missed:

@@ -51,7 +51,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, copied
 from packgraph.graphs.checks.random_state import is_alone
 from packgraph.graphs.dry_run import CapturedCall
@@ -257,7 +256,6 @@ class Reference:
         nothing, grads = contextlib.nullcontext, torch.is_grad_enabled()
         with (
             explained(),
-            unwatched(),
             torch.set_grad_enabled(grads),
             without_hooks(self._parameters.values()),
             undone(self.module, backend) as journal,

@@ -42,7 +42,6 @@ from packgraph.graphs.backend import (
     sizes_in_short,
 )
 from packgraph.graphs.cache import GraphCache
-from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
@@ -309,8 +308,7 @@ class GraphedStep:
 
     def _meet(self) -> None:
         """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
-        with Unseen():
-            failed = self.consensus(WHOLE, None)
+        failed = self.consensus(WHOLE, None)
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 

@@ -15,7 +15,6 @@ import torch
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
-from packgraph.graphs.checks.host_calls import UnseenLoop
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     Journal,
@@ -43,34 +42,32 @@ def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     journal = Journal()
     collecting = gc.isenabled()
     gc.disable()
-    with UnseenLoop():
-        backend.extra_generators = module_generators(module)
-        generators = backend.generators()
-        torch.clear_autocast_cache()
-        attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-        draws = journal.draws = Draws(generators)
-        with torch.no_grad():
-            for buffer in module.buffers():
-                journal.before_write(buffer)
+    backend.extra_generators = module_generators(module)
+    generators = backend.generators()
+    torch.clear_autocast_cache()
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    draws = journal.draws = Draws(generators)
+    with torch.no_grad():
+        for buffer in module.buffers():
+            journal.before_write(buffer)
     try:
         with (
             fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
             known_generators(generators),
-            draws.watching(),
+            draws.listening(),
         ):
             yield journal
     finally:
-        with UnseenLoop():
-            for now, before in attributes:
-                if len(now) != len(before) or any(
-                    now.get(name) is not value for name, value in before.items()
-                ):
-                    now.clear()
-                    now.update(before)
-            draws.undo()
-            torch.clear_autocast_cache()
-            with torch.no_grad():
-                journal.restore()
+        for now, before in attributes:
+            if len(now) != len(before) or any(
+                now.get(name) is not value for name, value in before.items()
+            ):
+                now.clear()
+                now.update(before)
+        draws.undo()
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            journal.restore()
         if collecting:
             gc.enable()
 

@@ -19,7 +19,6 @@ from tracekit import differences
 
 from packgraph.graphs import slots
 from packgraph.graphs.checks import random_state
-from packgraph.graphs.checks.host_calls import watch_also
 from packgraph.graphs.checks.random_state import Draws
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
@@ -313,34 +312,29 @@ def test_an_error_that_the_module_swallows_is_raised_all_the_same():
     assert "in swallows" in caught.value.where
 
 
-def test_a_thread_of_autograds_is_watched_as_long_as_the_capture():
-    generator = torch.Generator()
-    draws, found = Draws([generator]), []
+def test_a_thread_of_autograds_listens_as_long_as_the_capture():
+    draws, found = Draws([torch.default_generator]), []
     draws.bakes = True  # as on a GPU
+    state = torch.get_rng_state()
 
-    def engine(watch, ended):
-        watch(None)
+    def engine(listen, ended):
+        listen(None)
         try:
-            generator.manual_seed(3)
+            torch.set_rng_state(state)
         except CaptureError as error:
             found.append(error)
-        watch(None)
         ended.wait(60)
-        found.append(generator.manual_seed(3))
-        found.append(sys.getprofile())
+        found.append(torch.set_rng_state(state))
 
     ended = threading.Event()
-    with (
-        contextlib.suppress(CaptureError),
-        draws.watching(),
-    ):  # it is raised again at the end of the block
-        thread = threading.Thread(target=engine, args=(watch_also(), ended))
+    with draws.listening():
+        thread = threading.Thread(target=engine, args=(draws.listen, ended))
         thread.start()
         while not found:
             time.sleep(1e-3)
     ended.set()
     thread.join()
-    assert isinstance(found[0], CaptureError) and found[1:] == [generator, None]
+    assert isinstance(found[0], CaptureError) and found[1:] == [None]
 
 
 def test_a_profiler_goes_on_after_a_capture():

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.checks.host_calls import SeesBuiltin, UnseenLoop, Watcher, watched_calls
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.parameters import local_tensor
@@ -107,14 +106,14 @@ def only_forward(
     """
     tensors = {id(tensor): tensor for tensor in outside}
     before = _facts_of(tensors.values())
-    with _ForwardCalls(tensors, assigned), watched_calls(_Builtins()):
+    with _ForwardCalls(tensors, assigned):
         yield
     for tensor, old, new in zip(tensors.values(), before, _facts_of(tensors.values()), strict=True):
         _compare(tensor, old, new, where)
 
 
 def _facts_of(tensors: Iterable[torch.Tensor]) -> list[_Facts]:
-    with UnseenLoop(), torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
+    with torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
         return [_Facts.of(tensor) for tensor in tensors]
 
 
@@ -147,51 +146,6 @@ def _compare(tensor: torch.Tensor, old: _Facts, new: _Facts, where: str) -> None
         where,
         "do it outside of forward, or write to the tensor in place. " + LEAVE_OUT,
     )
-
-
-class _Builtins(Watcher):
-    """Refuses what torch's function modes do not see."""
-
-    def __init__(self) -> None:
-        self._forward_only = not torch.is_grad_enabled()
-
-    def builtins(self) -> dict[str, SeesBuiltin]:
-        found: dict[str, SeesBuiltin] = {
-            "register_hook": _refuse_on_node,
-            "register_prehook": _refuse_on_node,
-            "resize_": _refuse_resize,
-        }
-        if self._forward_only:
-            found |= {"is_inference_mode_enabled": _refuse_asking, "is_inference": _refuse_asking}
-        return found
-
-
-def _refuse_asking(frame: FrameType, function: Any, done: bool) -> None:
-    if is_user_file(frame.f_code.co_filename):
-        raise CaptureError(
-            f"{function.__name__}() inside a captured stage: calls in inference mode replay graphs "
-            "that were captured with gradients off",
-            user_line(frame),
-            "ask torch.is_grad_enabled() instead, or outside of the call",
-        )
-
-
-def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:
-    if not isinstance(function.__self__, torch.Tensor) and _is_asked_for(frame):
-        raise CaptureError(
-            f"{function.__name__} of an autograd node inside a captured stage: {_HOOK[0]}",
-            user_line(frame),
-            _HOOK[1],
-        )
-
-
-def _refuse_resize(frame: FrameType, function: Any, done: bool) -> None:
-    if isinstance(function.__self__, torch.UntypedStorage) and _is_asked_for(frame):
-        raise CaptureError(
-            "a storage is resized inside a captured stage (FSDP does this)",
-            user_line(frame),
-            LEAVE_OUT,
-        )
 
 
 def _is_asked_for(frame: FrameType | None) -> bool:

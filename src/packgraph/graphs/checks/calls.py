@@ -7,7 +7,6 @@ import torch
 from torch.distributed.tensor import Placement
 
 from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CodeWatcher, shapes_only
 from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
@@ -32,7 +31,6 @@ class DryRun(NamedTuple):
         placements: Of gradients that are DTensors, by the number of their parameter among the
             module's.
         draws: Whether an operation may have drawn random numbers.
-        has_host_steps: Whether host functions run within.
         guards: What must hold so that graphs of the call may be replayed.
     """
 
@@ -41,7 +39,6 @@ class DryRun(NamedTuple):
     constants: Constants
     placements: dict[int, tuple[Placement, ...]]
     draws: bool = False
-    has_host_steps: bool = False
     guards: Guards | None = None
 
     @property
@@ -84,24 +81,22 @@ class Uses(CodeWatcher):
         operation = operation_of(func)
         if operation is None:
             return func(*args, **kwargs)
-        with Unseen():
-            self.draws = self.draws or operation.draws
-            operands = operands_of(args, kwargs)
-            if not operation.is_view:
-                self.storages.update(storages(operands))
-                self._note(self.reads, operands)
-            if written := operation.written_of(args, kwargs):
-                self._note(self.writes, written)
-                self.uncounted.update(
-                    (tensor.untyped_storage()._cdata, tensor.data_ptr())
-                    for tensor in operation.uncounted_of(args, kwargs)
-                )
-                self.addresses.update(
-                    tensor.data_ptr() for tensor in written if tensor.layout is torch.strided
-                )
+        self.draws = self.draws or operation.draws
+        operands = operands_of(args, kwargs)
+        if not operation.is_view:
+            self.storages.update(storages(operands))
+            self._note(self.reads, operands)
+        if written := operation.written_of(args, kwargs):
+            self._note(self.writes, written)
+            self.uncounted.update(
+                (tensor.untyped_storage()._cdata, tensor.data_ptr())
+                for tensor in operation.uncounted_of(args, kwargs)
+            )
+            self.addresses.update(
+                tensor.data_ptr() for tensor in written if tensor.layout is torch.strided
+            )
         result = func(*args, **kwargs)
-        with Unseen():
-            self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
+        self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
         return result
 
     def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
     Operation,
@@ -342,20 +341,17 @@ class CaptureChecker(CodeWatcher):
         kwargs = kwargs or {}
         if types and not PLAIN_TENSORS.issuperset(types):
             return func(*args, **kwargs) if shapes_only(types) else NotImplemented
-        with Unseen():
-            operation = operation_of(func)
-            if operation is not None:
-                inputs = self._before(operation, args, kwargs)
+        operation = operation_of(func)
         if operation is None:
             return func(*args, **kwargs)
+        inputs = self._before(operation, args, kwargs)
         result = (
             self.journal.call(operation, args, kwargs)
             if operation.may_draw
             else func(*args, **kwargs)
         )
-        with Unseen():
-            results = [result] if type(result) in PLAIN_TENSORS else flat((result,))
-            self.made.update(storages(results).keys() - inputs)
+        results = [result] if type(result) in PLAIN_TENSORS else flat((result,))
+        self.made.update(storages(results).keys() - inputs)
         return result
 
     def _before(

@@ -16,21 +16,22 @@ PyTorch's tracer refuses code that draws from Python's and numpy's global genera
 """
 
 import contextlib
+import functools
+import inspect
 import os
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.checks.host_calls import SeesBuiltin, Watcher, watched_calls
 from packgraph.graphs.checks.operations import Operation
 from packgraph.graphs.errors import CaptureError, user_line
 
@@ -129,7 +130,78 @@ def _numpy_state() -> _State | None:
     return _State(read, write, lambda one, other: bool(one == other))
 
 
-class Draws(Watcher):
+class _Listening(threading.local):
+    """Who is told of a thread's calls."""
+
+    entry: "_Entry | None" = None
+
+
+class _Entry:
+    """listener: Makes the calls. over: Its block has ended."""
+
+    def __init__(self, listener: "StateListener") -> None:
+        self.listener, self.over = listener, False
+
+
+_LISTENING = _Listening()
+
+
+class StateListener(Protocol):
+    """Makes the calls by which code reads or sets the state of a default generator."""
+
+    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
+        """Makes a call. function: Has no arguments. state: That is set, None = it is read."""
+
+
+@contextlib.contextmanager
+def state_calls(listener: StateListener) -> Iterator[Callable[[object], None]]:
+    """Within the block `listener` makes this thread's calls of `torch.get_rng_state`,
+    `torch.cuda.set_rng_state` and their kin, as a checkpoint calls them.
+
+    Yields:
+        A function by which another thread, autograd's on CUDA, listens until the block ends. The
+        thread calls it itself; it may be a hook of a tensor.
+    """
+    for home in (torch.random, torch.cuda.random):
+        for name in ("get_rng_state", "set_rng_state"):
+            function = getattr(home, name)
+            if not hasattr(function, "_tells"):
+                telling = _telling(function, home is torch.random, name.startswith("set"))
+                setattr(home, name, telling)
+                setattr(torch if home is torch.random else torch.cuda, name, telling)
+    before, entry = _LISTENING.entry, _Entry(listener)
+
+    def listen(_: object = None) -> None:
+        _LISTENING.entry = entry
+
+    listen()
+    try:
+        yield listen
+    finally:
+        entry.over, _LISTENING.entry = True, before
+
+
+def _telling(function: Any, of_host: bool, sets: bool) -> Any:
+    """A function of torch's that asks who listens."""
+
+    @functools.wraps(function)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        entry = _LISTENING.entry
+        if entry is None or entry.over:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        device = torch.device("cpu" if of_host else given.arguments["device"])
+        generator = _default_generator(device)
+        assert generator is not None, "default generators are the host's or CUDA's"
+        state = given.arguments["new_state"] if sets else None
+        return entry.listener.state_call(partial(function, *args, **kwargs), generator, state)
+
+    telling._tells = telling._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return telling
+
+
+class Draws:
     """Effects of one capture on random generators. generators: torch's, which captured code may
     draw from.
 
@@ -150,15 +222,15 @@ class Draws(Watcher):
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
         self._rewound: dict[int, torch.Generator] = {}
+        self.listen: Callable[[object], None] = lambda _: None
 
-    def builtins(self) -> Mapping[str, SeesBuiltin]:
-        """See Watcher."""
-        names = ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state")
-        return dict.fromkeys(names, self._torch_generator)
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block this thread's calls are seen, where graphs hold distances."""
-        return watched_calls(self) if self.bakes else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block states of generators are set by this, where graphs hold distances.
+        Other threads join by `listen`."""
+        with state_calls(self) if self.bakes else contextlib.nullcontext(self.listen) as listen:
+            self.listen = listen
+            yield
 
     # ---- operations
 
@@ -231,26 +303,25 @@ class Draws(Watcher):
         for state in moved:
             state.undo()
 
-    def _torch_generator(self, frame: FrameType, function: Any, done: bool) -> None:
-        """A generator of torch's is seeded, or gets another state."""
-        if not isinstance(function.__self__, torch.Generator):
-            return
-        key = function.__self__._cdata  # type: ignore[attr-defined]
+    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
+        """See StateListener."""
         known = [
-            state
-            for generator, state in zip(self._generators, self._torch, strict=True)
-            if generator._cdata == key  # type: ignore[attr-defined]
+            own
+            for own, each in zip(self._torch, self._generators, strict=True)
+            if each._cdata == generator._cdata  # type: ignore[attr-defined]
         ]
-        if known and self._captured:
-            if not _puts_back(frame):
+        if state is None or not known:
+            return function()
+        if self._captured:
+            if not _puts_back(sys._getframe(2)):
                 raise CaptureError(
                     "captured code sets the state of a random generator: a replay would not",
-                    user_line(frame),
+                    user_line(),
                     "set it outside of the call, or use torch.random.fork_rng",
                 )
-            self._rewound[key] = function.__self__
-        for state in known:
-            state.note() if done else state.look()
+            self._rewound[generator._cdata] = generator  # type: ignore[attr-defined]
+        with self._moving(known):
+            return function()
 
 
 class PastDraws:
@@ -280,7 +351,7 @@ class PastDraws:
         )
 
 
-class Redraw(Watcher):
+class Redraw:
     """Draws the numbers of a replay again, from private generators where operations take one.
 
     What takes none moves the real generator for the time of that operation alone: another thread
@@ -299,27 +370,10 @@ class Redraw(Watcher):
             self._private[key].set_state(state)
         self._moving = self.missed = False
 
-    def builtins(self) -> Mapping[str, SeesBuiltin]:
-        """See Watcher."""
-        return dict.fromkeys(
-            (
-                "get_state",
-                "set_state",
-                "get_offset",
-                "set_offset",
-                "manual_seed",
-                "seed",
-                "clone_state",
-                "graphsafe_get_state",
-                "graphsafe_set_state",
-            ),
-            self._state,
-        )
-
-    def _state(self, frame: FrameType, function: Any, done: bool) -> None:
-        of = function.__self__
-        if isinstance(of, torch.Generator) and of._cdata in self._real and not self._moving:  # type: ignore[attr-defined]
-            self.missed = True
+    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
+        """See StateListener."""
+        self.missed = self.missed or not self._moving
+        return function()
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the forward that may draw."""

@@ -19,7 +19,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,15 +26,9 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from packgraph.graphs.checkpointed import FULL, checkpointed, draws
-from packgraph.graphs.checks.host_calls import (
-    compiling_begins,
-    compiling_ends,
-    unwatched_compiling,
-)
 from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
@@ -139,7 +132,7 @@ class Compiler:
             for piece in pieces[
                 len(codes) :
             ]:  # the first time: what is compiled for depends on what came before
-                with _quiet(), _unwatched_dynamo():
+                with _quiet():
                     code = self._code_for(piece, state)
                     state = self._call(piece, code, state)
                 codes.append(code)
@@ -310,15 +303,3 @@ def _quiet() -> Iterator[None]:
             "ignore", message=r"Dynamo detected a call to a `functools.lru_cache`"
         )
         yield
-
-
-def _unwatched_dynamo() -> AbstractContextManager[None]:
-    """Within the block Dynamo's own calls in this thread are not looked at; those of the code it
-    has compiled are."""
-    for callbacks, callback in (
-        (callback_handler.start_callbacks, compiling_begins),
-        (callback_handler.end_callbacks, compiling_ends),
-    ):
-        if callback not in callbacks:  # torch.compiler.reset takes it out
-            callbacks.append(callback)
-    return unwatched_compiling()

@@ -33,13 +33,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.cuda.graphs
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.checks.host_calls import unwatched_calls
 from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
@@ -155,11 +153,9 @@ class CudaWindow:
         """Capture the work that `run` launches; nothing executes."""
         graph, pool = self._new_graph(), self.scratch if scratch else self.pool
         self.copy_streams.next_capture()
-        # What the code calls was seen in the dry run.
         with (
             torch.cuda.stream(self.backend.stream),
             capturing_copy_streams(self.copy_streams),
-            unwatched_calls(),
             told_as_in_eager_calls(),
         ):
             pool.begin(graph)
@@ -284,12 +280,6 @@ class CudaBackend:
             run()
         finally:
             torch.cuda.synchronize(self.device)
-
-    def watching_host(
-        self, step: Callable[[Callable[[], Any]], None]
-    ) -> contextlib.AbstractContextManager[None]:
-        """See Backend: a capture holds none."""
-        return contextlib.nullcontext()
 
     def generators(self) -> list[torch.Generator]:
         """The device's and the host's default generators, and those the module holds."""

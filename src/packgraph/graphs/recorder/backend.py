@@ -16,37 +16,24 @@ static inputs) are held strongly.
 Effects on the host that pass by torch's dispatcher, put into a recorded program.
 
 Recomputation moves the default generator back and forth by `torch.get_rng_state` and
-`torch.set_rng_state`, and code that communicates waits for its transfers. Both must happen at every
-replay, at their place. Resizing a storage, or moving a generator in another way, cannot be recorded
-and is refused.
-
-Calls are seen in the recording thread alone (graphs/checks/host_calls.py). The wait of a transfer
-is the exception: what Python tells of a call is the function and not the object. `dist.Work.wait`
-is therefore replaced, once and for good when a transfer is first recorded, by a function that
-passes everything on, unless its thread is recording.
+`torch.set_rng_state`, and code that communicates waits for its transfers (`dist.Work.wait`). Both
+must happen at every replay, at their place. These functions are therefore replaced, once and for
+good, by functions that pass everything on, unless their thread is recording.
 """
 
 import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.checks.host_calls import (
-    SeesBuiltin,
-    SeesFunction,
-    Unseen,
-    Watcher,
-    watched_calls,
-)
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
@@ -63,8 +50,9 @@ from packgraph.graphs.checks.operations import (
     operation_of,
     storages,
 )
+from packgraph.graphs.checks.random_state import state_calls
 from packgraph.graphs.copy_streams import capturing_copy_streams
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.key import with_bits
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
@@ -122,25 +110,23 @@ class _Recording(CodeWatcher):
             func is torch.ops.aten.lift_fresh.default
         ):  # a tensor made of numbers: each replay has one of its own
             func = torch.ops.aten.clone.default
-        with Unseen():
-            operation = operation_of(func)
-            if operation is None:
-                raise CaptureError(
-                    f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT
-                )
-            operands = operands_of(args, kwargs)
-            refuse_unsafe(operation, args, kwargs, operands, None)
-            for key, tensor in storages(operation.written_of(args, kwargs)).items():
-                if key not in window.block_of:
-                    window.journal.before_write(tensor)
-            inputs, named = storages(operands).keys(), _changed((args, kwargs), window.operand)
+        operation = operation_of(func)
+        if operation is None:
+            raise CaptureError(
+                f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT
+            )
+        operands = operands_of(args, kwargs)
+        refuse_unsafe(operation, args, kwargs, operands, None)
+        for key, tensor in storages(operation.written_of(args, kwargs)).items():
+            if key not in window.block_of:
+                window.journal.before_write(tensor)
+        inputs, named = storages(operands).keys(), _changed((args, kwargs), window.operand)
         result = (
             window.journal.call(operation, args, kwargs)
             if operation.may_draw
             else func(*args, **kwargs)
         )
-        with Unseen():
-            self._note(operation, named, inputs, flat((result,)))
+        self._note(operation, named, inputs, flat((result,)))
         return result
 
     def _note(
@@ -548,72 +534,31 @@ class RecorderBackend:
         """Run once; the CPU itself has nothing to initialise before a capture."""
         run()
 
-    def watching_host(
-        self, step: Callable[[Callable[[], Any]], None]
-    ) -> contextlib.AbstractContextManager[None]:
-        """See Backend."""
-        return watched_calls(RecordedHost(step))
-
     def generators(self) -> list[torch.Generator]:
         """The CPU's default generator, and those the module holds."""
         return [torch.default_generator, *self.extra_generators]
 
 
-_BY_FUNCTIONS = (
-    "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
-)
 _RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar(
     "packgraph_recorded_wait", default=None
 )
 
 
-class RecordedHost(Watcher):
-    """Shows the host's steps of one recording. step: is given what a replay has to do, in order."""
+class _RecordedStates:
+    """Has replays read and set the state of the default generator, too. step: is given what a
+    replay has to do, in order."""
 
     def __init__(self, step: Callable[[Callable[[], Any]], None]) -> None:
         self._step = step
 
-    def builtins(self) -> Mapping[str, SeesBuiltin]:
-        """See Watcher."""
-        return {
-            "resize_": self._resized,
-            **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved),
-        }
-
-    def functions(self) -> Mapping[CodeType, SeesFunction]:
-        """See Watcher."""
-        return {
-            torch.random.get_rng_state.__code__: self._read,
-            torch.random.set_rng_state.__code__: self._set,
-        }
-
-    def _read(self, frame: FrameType, state: Any, done: bool) -> None:
-        if isinstance(state, torch.Tensor):
-            self._step(lambda: state.copy_(torch.default_generator.get_state()))
-
-    def _set(self, frame: FrameType, result: Any, done: bool) -> None:
-        if not done:
-            state = frame.f_locals["new_state"]
-            self._step(lambda: torch.default_generator.set_state(state))
-
-    def _resized(self, frame: FrameType, function: Any, done: bool) -> None:
-        if isinstance(function.__self__, torch.UntypedStorage):
-            raise CaptureError(
-                "a storage is resized inside a captured stage (FSDP does this)",
-                user_line(frame),
-                LEAVE_OUT,
-            )
-
-    def _moved(self, frame: FrameType, function: Any, done: bool) -> None:
-        if isinstance(function.__self__, torch.Generator) and is_user_file(
-            frame.f_code.co_filename
-        ):
-            raise CaptureError(
-                f"Generator.{function.__name__}() inside a captured stage: a replay would not do "
-                "it",
-                user_line(frame),
-                _BY_FUNCTIONS,
-            )
+    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
+        """See StateListener."""
+        if state is not None:
+            self._step(lambda: generator.set_state(state))
+            return function()
+        read = function()
+        self._step(lambda: read.copy_(generator.get_state()))
+        return read
 
 
 @contextlib.contextmanager
@@ -624,7 +569,7 @@ def recorded_host(
     for which transfer."""
     token = _RECORDED.set(waited)
     try:
-        with watched_calls(RecordedHost(step)):
+        with state_calls(_RecordedStates(step)):
             yield
     finally:
         _RECORDED.reset(token)
