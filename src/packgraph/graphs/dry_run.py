@@ -20,10 +20,9 @@ from packgraph.graphs.build import (
     check_outputs,
     refuse_changed_inputs,
 )
-from packgraph.graphs.checks.autograd_calls import only_forward
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, HostSyncCheck, Journal
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards, refuse_host_memory
@@ -41,7 +40,6 @@ from packgraph.graphs.stages import Run, State
 from packgraph.graphs.trust import Trusted
 from packgraph.graphs.undone import compiled_code, explained, undone
 
-SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
 )
@@ -103,14 +101,6 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
         parameters = [*aliases.alias_of.values()]
         run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
         how(lambda: found.append(run(call.args, call.kwargs)))
-    for trace, _ in used:  # what has not been found at its line
-        if SIZES in trace.code:
-            raise CaptureError(
-                "the size of a tensor depends on numbers of another one, which are read on the "
-                "host",
-                forward_line(program.module),
-                "make tensors of fixed sizes",
-            )
     refuse_host_memory(used, call.backend.guard_device)
     guards = Guards(
         used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
@@ -133,7 +123,7 @@ class _CheckedRun:
         traces: Sequence[tuple[Any, Any]],
     ) -> None:
         self.program, self.gradients, self.journal = program, gradients, journal
-        self.parameters, self.buffers = parameters, list(program.module.buffers())
+        self.parameters = parameters
         self.traces = traces  # of what is captured, and of whom
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
@@ -179,10 +169,7 @@ class _CheckedRun:
             shown = detached_state(shown, {id(tensor) for tensor in _tensors(shown)})
         given = _tensors(shown)
         self._know(given)
-        outside = [*self.parameters, *self.buffers, *given]
         with (
-            HostSyncCheck(self.device, constants_too=False),
-            only_forward(outside, self.where, lambda _: None),
             self.constants.remembering(),
             CaptureChecker(self.journal, refuse=True, device=self.device) as watch,
         ):
@@ -252,7 +239,6 @@ class _CheckedRun:
             for end in ends:
                 end.register_hook(self.journal.draws.listen)
         with (
-            HostSyncCheck(self.device),
             CaptureChecker(self.journal, refuse=True, device=self.device),
             torch.autocast(self.device_type, enabled=False),
             without_content(self.parameters),

@@ -73,6 +73,7 @@ from packgraph.graphs.unguarded import (
     let_go_of_tensors,
     of_tables,
     refuse_compiled_method,
+    refuse_operations,
     refuse_value,
 )
 from packgraph.packing.batch import PackedBatch
@@ -318,6 +319,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
 
     def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_effects(InstructionTranslator.current_tx().output)
+        refuse_operations(graph)
         places = graph.graph.find_nodes(op="placeholder")
         sources = [_name(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]

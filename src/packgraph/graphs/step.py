@@ -42,7 +42,7 @@ from packgraph.graphs.backend import (
     sizes_in_short,
 )
 from packgraph.graphs.cache import GraphCache
-from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
+from packgraph.graphs.checks.host_sync import CaptureChecker
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
@@ -383,10 +383,7 @@ class GraphedStep:
 
         def watched() -> None:
             device = self._backend.guard_device
-            with (
-                HostSyncCheck(device),
-                CaptureChecker(journal, refuse=True, device=device) as watch,
-            ):
+            with CaptureChecker(journal, refuse=True, device=device) as watch:
                 self._all(shown, is_dry_run=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 

@@ -4,7 +4,9 @@
     a module that is called                        a guard that nobody has compiled it
     an array of numpy                              refused: it is made a tensor, and not compared
     what users have compiled                       refused: Dynamo reads through it
+    what an argument was computed from             refused: a graph has a copy of it
     a size that depends on numbers                 refused: torch reads them on the host
+    memory that a tensor is given                  refused: graphs have the address
     what a cache of functools has kept             compared, or refused: Dynamo calls anew
 
 No table of names is kept here: what else the tracer takes for fixed, it takes for fixed everywhere.
@@ -31,7 +33,7 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.errors import CaptureError, traced_line
 
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _ARRAY = "___from_numpy("  # how Dynamo gets at an array
@@ -74,6 +76,28 @@ def _compiled() -> CaptureError:
     )
 
 
+def refuse_operations(graph: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for an operation that was traced and that no graph can hold."""
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", node.target)
+        if name in _NO_OPERATION:
+            raise CaptureError(
+                _NO_OPERATION[name][0], traced_line(node.stack_trace), _NO_OPERATION[name][1]
+            )
+
+
+_NO_OPERATION = {
+    "_assert_scalar": (  # how Dynamo keeps what it supposes of sizes that it does not know
+        "the size of a tensor depends on numbers of another one, which are read on the host",
+        "make tensors of fixed sizes",
+    ),
+    "set_": (
+        "a tensor is given other memory (an assignment to Tensor.data): a replay would not do it",
+        "write in place under torch.no_grad(): tensor.copy_(...)",
+    ),
+}
+
+
 def let_go_of_tensors(output: Any) -> None:
     """Clears the weak references of a trace to what it has read: torch.utils.swap_tensors takes no
     tensor that has any. output: Dynamo's OutputGraph."""
@@ -106,6 +130,20 @@ def _of_attributes(method: Method) -> Method:
         except ObservedAttributeError:
             _guard_absence(found.source, name)
             raise
+
+    return find
+
+
+def _of_tensors(method: Method) -> Method:
+    def find(found: Any, asking: Any, name: str) -> Any:
+        if name in ("is_leaf", "grad_fn") and found.source is not None:
+            raise CaptureError(
+                f"forward asks for Tensor.{name} of an argument: a graph has copies of its "
+                "arguments, which nothing was computed from",
+                "",
+                "ask outside of the call, and pass the answer as an argument",
+            )
+        return method(found, asking, name)
 
     return find
 
@@ -222,6 +260,8 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (UserDefinedObjectVariable, "tp_getattro_impl"): _of_attributes,
     (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
+    (TensorVariable, "tp_getattro_impl"): _of_tensors,
+    (TensorVariable, "var_getattr"): _of_tensors,
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
     (UserFunctionVariable, "call_obj_hasattr"): _of_names,
     (UnspecializedNNModuleVariable, "call_function"): _of_calls,

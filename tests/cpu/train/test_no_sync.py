@@ -5,7 +5,7 @@ import pytest
 import torch
 from trainkit import tiny, trainer
 
-from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck, Journal
+from packgraph.graphs.checks.host_sync import CaptureChecker, HostReads, Journal
 from packgraph.graphs.errors import CaptureError
 from packgraph.train.signals import StopRequest
 
@@ -18,7 +18,7 @@ def watch_steps(run, monkeypatch, spoil=None):
         original = getattr(owner, name)
 
         def watched(*arguments):
-            with HostSyncCheck(None), CaptureChecker(Journal(), refuse=True, device=None):
+            with HostReads(), CaptureChecker(Journal(), refuse=True, device=None):
                 if spoil is not None:
                     spoil(run)
                 return original(*arguments)
@@ -55,7 +55,7 @@ def test_a_read_in_the_step_is_seen(tmp_path, monkeypatch):
 def test_the_guards_see_what_a_loss_divided_on_the_host_would_do():
     with (
         pytest.raises(CaptureError),
-        HostSyncCheck(None),
+        HostReads(),
         CaptureChecker(Journal(), refuse=True, device=None),
     ):
         torch.ones(3).sum() / torch.ones(()).item()

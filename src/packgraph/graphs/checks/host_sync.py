@@ -83,8 +83,6 @@ _MASKS = (
     "pass a complete attention_mask, boolean and of shape [batch, 1, queries, keys]: its values "
     "are not looked at"
 )
-_FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_LOOKED_AT = HOST_READS.keys() | _FROM_PYTHON
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
@@ -211,45 +209,14 @@ class FunctionWatcher(TorchFunctionMode):
     user's."""
 
 
-class HostSyncCheck(FunctionWatcher):
-    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None
-    = all). constants_too: whether tensors made of Python numbers are refused; not where somebody
-    remembers them.
-    """
-
-    def __init__(self, device: str | None, constants_too: bool = True) -> None:
-        super().__init__()
-        self.device, self.constants_too = device, constants_too
+class HostReads(FunctionWatcher):
+    """Refuses reads of tensors by the host that the CPU's dispatcher does not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in _LOOKED_AT:
-            return func(*args, **(kwargs or {}))
-        if (
-            name in HOST_READS
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and self._counts(args[0].device.type)
-        ):
+        if name in HOST_READS and args and isinstance(args[0], torch.Tensor):
             raise host_read(name, user_line())
-        if (
-            self.constants_too
-            and name in _FROM_PYTHON
-            and kwargs
-            and kwargs.get("device") is not None
-            and self._counts(torch.device(kwargs["device"]).type)
-            and not (args and isinstance(args[0], torch.Tensor))
-        ):
-            raise CaptureError(
-                f"torch.{name}(..., device=...) copies host values inside a captured stage, "
-                "and a graph would freeze them",
-                user_line(),
-                "make the tensor once outside, or use torch.full / new_zeros / arange",
-            )
         return func(*args, **(kwargs or {}))
-
-    def _counts(self, device: str) -> bool:
-        return self.device is None or device == self.device
 
 
 def host_read(name: str, where: str) -> CaptureError:

@@ -1,7 +1,7 @@
 """Schema facts, read once, and operands of tensor operations, for those who watch them.
 
-All of this runs for every operation of a capture, several times, and a profile function sees what
-it calls: hence plain loops, and tests of exact types before those that call a function.
+All of this runs for every operation of a capture, several times: hence plain loops, and tests of
+exact types before those that call a function.
 """
 
 from collections.abc import Iterable

@@ -165,7 +165,7 @@ def state_calls(listener: StateListener) -> Iterator[Callable[[object], None]]:
     for home in (torch.random, torch.cuda.random):
         for name in ("get_rng_state", "set_rng_state"):
             function = getattr(home, name)
-            if not hasattr(function, "_tells"):
+            if not hasattr(function, "tells"):
                 telling = _telling(function, home is torch.random, name.startswith("set"))
                 setattr(home, name, telling)
                 setattr(torch if home is torch.random else torch.cuda, name, telling)
@@ -197,7 +197,7 @@ def _telling(function: Any, of_host: bool, sets: bool) -> Any:
         state = given.arguments["new_state"] if sets else None
         return entry.listener.state_call(partial(function, *args, **kwargs), generator, state)
 
-    telling._tells = telling._torchdynamo_disable = True  # type: ignore[attr-defined]
+    telling.tells = telling._torchdynamo_disable = True  # type: ignore[attr-defined]
     return telling
 
 

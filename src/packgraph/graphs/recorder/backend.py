@@ -37,7 +37,7 @@ from packgraph.graphs.backend import Result
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
-    HostSyncCheck,
+    HostReads,
     Journal,
     refuse_unsafe,
     shapes_only,
@@ -461,7 +461,7 @@ class RecorderWindow:
         with (
             capturing_copy_streams(self.copy_streams),
             recorded_host(step, waited),
-            HostSyncCheck(None),
+            HostReads(),
             _Recording(self, nodes),
             contextlib.ExitStack() as at_end,
         ):
