@@ -296,31 +296,27 @@ class Control:
         """Does the same as `acquire`, by a thread that is counted among the calls."""
         joint = self._capturer.cache.joint
         joint.calls += 1
+        if self._calls.shared and not self._slots.launches.shared:
+            self._slots.launches.share()
+        if self._released is not None:
+            self._refuse_released()
+        found: Any = fallback.bypass_reason() or (fallback.CLOSED if self._closed else None)
         try:
-            found = self._replay_or_reason(args, kwargs)
+            found = found or reason_around()
+            if found is None:
+                with self._lock:
+                    found = self._find(args, kwargs)
+            if isinstance(found, Signature):
+                with self._calls.capture() as free, self._lock:
+                    found = self._take(found, args, kwargs) if free else fallback.BUSY
         except CaptureError as error:
             joint.confirm(error)
             raise
+        assert found is not None, "who may capture does"
         if isinstance(found, str) and joint.is_owed:
             joint.confirm(CaptureError(found, user_line(), fallback.reason_of(found).remedy))
-        return found
-
-    def _replay_or_reason(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ReplayHandle | str:
-        if self._calls.shared and not self._slots.launches.shared:
-            self._slots.launches.share()
-        reason = self._reason_around()
-        if reason is not None:
-            return reason
-        with self._lock:
-            found = self._find(args, kwargs)
-        if not isinstance(found, Signature):
-            return found
-        with self._calls.capture() as free, self._lock:
-            made = self._take(found, args, kwargs) if free else fallback.BUSY
-        assert made is not None, "who may capture does"
-        return made
+        handle: ReplayHandle | str = found
+        return handle
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,9 +334,18 @@ class Control:
             refused = self._refused()
             if refused is not None:
                 return refused
-        reason = self._reason_of_call(args, kwargs)
-        if reason is not None:
-            return reason
+        if self._capturer.program.staged and self._is_patched():
+            return fallback.PATCHED
+        known = self._output_gradients.shared
+        if known.twice or known.seen_inside:
+            return fallback.TWICE if known.twice else fallback.SEEN_INSIDE
+        undefined = undeclared(args, kwargs, self.capacities) if self.capacities else None
+        if undefined is not None:
+            return undefined
+        grads = torch.is_grad_enabled()
+        if self._warm_calls_left[True] > 0 and self._warm_calls_left[grads] > 0:
+            self._warm_calls_left[grads] -= 1
+            return fallback.WARM_UP
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
@@ -725,39 +730,11 @@ class Control:
             return CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
         return self.refused_now()
 
-    def _reason_around(self) -> str | None:
-        """Returns the reason why no call made here can be a replay, or None."""
-        if self._released is not None:
-            self._refuse_released()
-        reason = fallback.bypass_reason()
-        if reason is not None:
-            return reason
-        if self._closed:
-            return fallback.CLOSED
-        return reason_around()
-
     def _refused(self) -> str | None:
         """Returns why the module cannot be captured, or None; `frozen` keeps the last answer."""
         if self._frozen is None:
             self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
-
-    def _reason_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Returns the reason why this call cannot be a replay, from host facts alone, or None."""
-        if self._capturer.program.staged and self._is_patched():
-            return fallback.PATCHED
-        known = self._output_gradients.shared
-        if known.twice:
-            return fallback.TWICE
-        if known.seen_inside:
-            return fallback.SEEN_INSIDE
-        reason = undeclared(args, kwargs, self.capacities) if self.capacities else None
-        if reason is None and self._warm_calls_left[True] > 0:
-            grads = torch.is_grad_enabled()
-            if self._warm_calls_left[grads] > 0:
-                self._warm_calls_left[grads] -= 1
-                return fallback.WARM_UP
-        return reason
 
     def _is_patched(self) -> bool:
         """Returns whether stages stand for another forward than the one that the module has."""

@@ -396,6 +396,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _unexpanded(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of what lies in memory: expanded dimensions count once."""
+    if 0 not in tensor.stride():
+        return tensor.shape
     return tuple(
         1 if stride == 0 else size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
