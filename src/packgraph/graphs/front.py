@@ -98,6 +98,7 @@ class Trace:
         run: The function that Dynamo has written; has the arguments of the traced one.
         names: Of the tensors from outside, in words.
         kept: Calls of functions with a cache: the function and its arguments.
+        are_fixed: Whether numbers of which there are others alike lie in nothing that may change.
     """
 
     def __init__(
@@ -105,17 +106,17 @@ class Trace:
         function: FunctionType,
         run: FunctionType,
         code: str,
-        guards: tuple[Any, Any],
+        guards: tuple[Any, Any, Any],
         classes: "Classes",
         sources: Sequence[str],
         owner: Any,
     ) -> None:
-        """guards: Of the state and the modes of the call, and of all else. classes: Of what was
-        read. sources: Of tensors from outside, as expressions of L and G."""
+        """guards: Of the state and the modes of the call, of the owner, and of all else. classes:
+        Of what was read. sources: Of tensors from outside, as expressions of L and G."""
         self.run, self.code = run, code
         self.kept: tuple[Any, ...] = ()
         # Each has weak references that tell its manager of objects that are gone.
-        self._of_state, self._outside = guards
+        self._of_state, self._of_owner, self._around = guards
         self.classes = classes
         self._globals = function.__globals__
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -125,6 +126,7 @@ class Trace:
         self.names = [_in_words(source) for source in sources]
         self._read = _reading([*sources, *classes.values])
         values = self.read(owner)[len(self.names) :]
+        self.are_fixed = all(map(_is_fixed, values))
         try:
             self._bits = marshal.dumps(values, 2)
         except ValueError:
@@ -143,7 +145,7 @@ class Trace:
         if not self.holds_of(scope | {"state": state}):
             return False
         with neutral():
-            holds = self.holds(scope)
+            holds = self.holds_around(scope) and self.holds(scope)
         return holds and self.is_read_as(self.read(owner)) and self.classes.hold()
 
     def scope(self, owner: Any) -> dict[str, Any]:
@@ -151,8 +153,13 @@ class Trace:
         return {"owner": owner, **self._cells}
 
     def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of all that was read hold, the state left out; asked within `neutral`."""
-        found: bool = self._outside.guard_manager.check(scope)
+        """Whether guards of the owner hold; asked within `neutral`."""
+        found: bool = self._of_owner.guard_manager.check(scope)
+        return found
+
+    def holds_around(self, scope: dict[str, Any]) -> bool:
+        """Whether guards hold of what is the same for all owners; asked within `neutral`."""
+        found: bool = self._around.guard_manager.check(scope)
         return found
 
     def holds_of(self, scope: dict[str, Any]) -> bool:
@@ -189,7 +196,9 @@ class Trace:
         if not self.classes.hold():
             return "a method of a class that forward uses, or the environment"
         with neutral():
-            found = self._outside.guard_manager.check_verbose(given)
+            found = self._around.guard_manager.check_verbose(given)
+            if found.result:
+                found = self._of_owner.guard_manager.check_verbose(given)
         if found.result and state is not None:
             found = self._of_state.guard_manager.check_verbose(given)
         if found.result:
@@ -298,6 +307,12 @@ def _may_be_alike(value: Any) -> bool:
     return isinstance(value, tuple | complex | frozenset) and not isinstance(value, torch.Size)
 
 
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, (*CONSTANTS, FunctionType, type))
+
+
 def _in_words(source: str) -> str:
     """An expression of Dynamo's as the user would write it."""
     return source.replace("L['owner']", "module").replace("L['state']['args']", "args")
@@ -365,7 +380,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             classes = Classes(output.traced_code)
             of_state = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
-                guards = of_state, _again(found).build_guards(code, hooks=_OUTSIDE)
+                of_owner = _again(found).build_guards(code, hooks=_OF_OWNER)
+                guards = of_state, of_owner, _again(found).build_guards(code, hooks=_AROUND)
     for built in guards:
         names_of_guards = built.guard_manager.closure_vars or {}
         for name, value in list(names_of_guards.items()):
@@ -619,9 +635,20 @@ def _outside_alone(entries: Sequence[Any]) -> list[bool]:
     ]
 
 
+def _of_owner_alone(entries: Sequence[Any]) -> list[bool]:
+    owned = ["L['owner']" in _name(entry.orig_guard) for entry in entries]
+    return [one and other for one, other in zip(owned, _outside_alone(entries), strict=True)]
+
+
+def _around_alone(entries: Sequence[Any]) -> list[bool]:
+    owned = ["L['owner']" in _name(entry.orig_guard) for entry in entries]
+    return [not one and other for one, other in zip(owned, _outside_alone(entries), strict=True)]
+
+
 # Modes of a call are in its key, and are others in its backward, where guards are asked, too.
 _MODES = ("GRAD_MODE", "GLOBAL_STATE")
-_OUTSIDE = Hooks(guard_filter_fn=_outside_alone)
+_OF_OWNER = Hooks(guard_filter_fn=_of_owner_alone)
+_AROUND = Hooks(guard_filter_fn=_around_alone)
 
 
 def _refuse_hanging(sources: Sequence[str], state: Any) -> None:

@@ -113,6 +113,7 @@ class Guards:
         whole: bool = False,
     ) -> None:
         self._used, self._whole = list[_Used](), whole
+        self._around = dict["Trace", dict[str, Any]]()  # variables of a call of each
         self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
         self._classes, self._kept = list[Any](), list[_Kept]()
         found = dict[int, tuple[str, torch.Tensor]]()
@@ -142,6 +143,7 @@ class Guards:
         """One more trace has to hold; what it has read."""
         scope, read = trace.scope(owner), trace.read(owner)
         self._used.append(_Used(trace, owner, scope, read))
+        self._around[trace] = scope
         if trace.classes not in self._classes:
             self._classes.append(trace.classes)
             self._kept += [_Kept.of(*call) for call in trace.kept]
@@ -172,15 +174,19 @@ class Guards:
         return self._memory_holds() and (not self._lists or self._lists_hold())
 
     def _traces_hold(self) -> bool:
+        for trace, scope in self._around.items():
+            if not trace.holds_around(scope):
+                return False
         for trace, owner, scope, read in self._used:
             if not trace.holds(scope):
                 return False
             now = trace.read(owner, scope)
-            tensors = len(trace.names)
-            if not all(map(operator.is_, now[:tensors], read)):
+            if all(map(operator.is_, now, read)) and trace.are_fixed:
+                continue
+            # A tuple may be the same one, and what is in it other; or another one that is alike.
+            if not all(map(operator.is_, now[: len(trace.names)], read)):
                 return False
-            # A tuple may be the same one, and what is in it other.
-            if len(now) > tensors and not trace.is_read_as(now):
+            if not trace.is_read_as(now):
                 return False
         return True
 
@@ -216,7 +222,7 @@ class Guards:
             return None
         for trace, owner, scope, read in self._used:
             with neutral():
-                holds = trace.holds(scope) and trace.classes.hold()
+                holds = trace.holds_around(scope) and trace.holds(scope) and trace.classes.hold()
             if not holds or not trace.is_read_as(trace.read(owner)):
                 return Change(trace.difference(owner), _ARGUMENT)
             for name, now, before in zip(trace.names, trace.read(owner), read, strict=False):

@@ -69,7 +69,7 @@ class _Parts:
 class Trusted:
     """Stands for the trace of a module that nobody has read (`front.Trace`)."""
 
-    code, recomputes = "", True  # a backward may run any of its code
+    code, recomputes, are_fixed = "", True, True  # a backward may run any of its code
     kept = ()
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -97,9 +97,7 @@ class Trusted:
         """See Trace."""
         return True
 
-    def holds_of(self, scope: dict[str, Any]) -> bool:
-        """See Trace."""
-        return True
+    holds_of = holds_around = holds
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """See Trace; the buffers."""
