@@ -440,7 +440,7 @@ def test_modules_say_what_they_are_for():
 STATEMENTS = {
     "__init__": 37,
     "packing": 1053,
-    "graphs": 7976,
+    "graphs": 7975,
     "ops": 2177,
     "mamba": 967,
     "moe": 1971,

@@ -230,7 +230,9 @@ class VariantBuild:
         graph = self._profiled(run, "forward", captured)
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
-        parameters = self._parameters_of(outputs)
+        # Other leaves are inputs, or made by the region itself: the dry run has refused the rest.
+        known = self.aliases.parameter_of
+        parameters: list[Any] = [leaf for leaf in leaves_behind(outputs) if id(leaf) in known]
         self.last_use |= dict.fromkeys(map(id, parameters), index)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(
@@ -306,11 +308,6 @@ class VariantBuild:
         self.origins[id(tensor)] = _Origin(buffer, None, len(self.alive))
         self.alive.append(tensor)
         return self.origins[id(tensor)], buffer
-
-    def _parameters_of(self, outputs: list[torch.Tensor]) -> list[Any]:
-        """The aliases that outputs of a region depend on. Other leaves are inputs, or made by the
-        region itself: the dry run has refused those from elsewhere."""
-        return [leaf for leaf in leaves_behind(outputs) if id(leaf) in self.aliases.parameter_of]
 
     def _capture_backward(self, index: int) -> Region:
         forward = self.forwards[index]

@@ -359,16 +359,12 @@ def reason_around() -> str | None:
         return SAVED_TENSOR_HOOKS
     if torch.is_anomaly_enabled():
         return ANOMALY
+    functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    # What torch.set_default_device says captured code has obeyed.
     if torch._C._len_torch_dispatch_stack() or (
-        torch._C._len_torch_function_stack() and _function_modes()
+        functions and not all(isinstance(mode, DeviceContext) for mode in functions)
     ):
         return MODES
     if parametrize._cache_enabled:
         return CACHED
     return None
-
-
-def _function_modes() -> bool:
-    """Returns whether a function mode is active besides torch.set_default_device, which captured
-    code has obeyed."""
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

@@ -17,7 +17,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import marshal
 import os
 import random
 import sys
@@ -25,7 +24,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ import torch._dynamo.variables.builder as builder
 import torch._dynamo.variables.torch as torch_variables
 import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
-from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
@@ -54,7 +52,7 @@ from torch._dynamo.variables.torch_function import torch_function_mode_stack_sta
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
 from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled
@@ -66,15 +64,14 @@ from packgraph.graphs.errors import (
 from packgraph.graphs.key import CONSTANTS, neutral
 from packgraph.graphs.program import is_simple, note_trace
 from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.traces import AROUND, OF_OWNER, Classes, Trace, in_words, name_of
 from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
     ABSENCES,
     KEPT,
     let_go_of_tensors,
     of_tables,
-    refuse_compiled_method,
     refuse_operations,
-    refuse_value,
 )
 from packgraph.packing.batch import PackedBatch
 
@@ -90,232 +87,12 @@ _READING = {
 }
 
 
-class Trace:
-    """Traced code of a function of an owner and a state.
-
-    Attributes:
-        code: The tensor operations, as text.
-        run: The function that Dynamo has written; has the arguments of the traced one.
-        names: Of the tensors from outside, in words.
-        kept: Calls of functions with a cache: the function and its arguments.
-        are_fixed: Whether numbers of which there are others alike lie in nothing that may change.
-    """
-
-    def __init__(
-        self,
-        function: FunctionType,
-        run: FunctionType,
-        code: str,
-        guards: tuple[Any, Any, Any],
-        classes: "Classes",
-        sources: Sequence[str],
-        owner: Any,
-    ) -> None:
-        """guards: Of the state and the modes of the call, of the owner, and of all else. classes:
-        Of what was read. sources: Of tensors from outside, as expressions of L and G."""
-        self.run, self.code = run, code
-        self.kept: tuple[Any, ...] = ()
-        # Each has weak references that tell its manager of objects that are gone.
-        self._of_state, self._of_owner, self._around = guards
-        self.classes = classes
-        self._globals = function.__globals__
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: cell.cell_contents for name, cell in cells}
-        # The backward of a checkpoint reads what the forward has read.
-        self.recomputes = "tag_activation_checkpoint" in code
-        self.names = [_in_words(source) for source in sources]
-        self._read = _reading([*sources, *classes.values])
-        values = self.read(owner)[len(self.names) :]
-        self.are_fixed = all(map(_is_fixed, values))
-        try:
-            self._bits = marshal.dumps(values, 2)
-        except ValueError:
-            self._bits = repr(values).encode()
-        self._modules = _reading(
-            [name for name in classes.modules if name.startswith("L['owner']")]
-        )
-
-    def does_as(self, other: "Trace") -> bool:
-        """Whether two traces of a function compute the same."""
-        return self.code == other.code
-
-    def fits(self, owner: Any, state: Any) -> bool:
-        """Whether everything that was read is as it was traced."""
-        scope = self.scope(owner)
-        if not self.holds_of(scope | {"state": state}):
-            return False
-        with neutral():
-            holds = self.holds_around(scope) and self.holds(scope)
-        return holds and self.is_read_as(self.read(owner)) and self.classes.hold()
-
-    def scope(self, owner: Any) -> dict[str, Any]:
-        """The variables of a call, the state left out, for `holds`, `holds_of` and `read`."""
-        return {"owner": owner, **self._cells}
-
-    def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of the owner hold; asked within `neutral`."""
-        found: bool = self._of_owner.guard_manager.check(scope)
-        return found
-
-    def holds_around(self, scope: dict[str, Any]) -> bool:
-        """Whether guards hold of what is the same for all owners; asked within `neutral`."""
-        found: bool = self._around.guard_manager.check(scope)
-        return found
-
-    def holds_of(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of the state hold, which is in `scope`, and of the modes of the call."""
-        found: bool = self._of_state.guard_manager.check(scope)
-        return found
-
-    def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """The tensors and our objects from outside as they are now, by `names`, and numbers of
-        which there are others alike."""
-        found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
-        return found
-
-    def tensors(self, owner: Any) -> list[torch.Tensor]:
-        """The tensors from outside, as they are now."""
-        read = self.read(owner)[: len(self.names)]
-        return [value for value in read if isinstance(value, torch.Tensor)]
-
-    def is_read_as(self, now: tuple[Any, ...]) -> bool:
-        """Whether numbers have the bits that they had."""
-        try:
-            return marshal.dumps(now[len(self.names) :], 2) == self._bits
-        except ValueError:  # other objects are among them
-            return repr(now[len(self.names) :]).encode() == self._bits
-
-    def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
-        """The modules that were read, as they are now."""
-        found: tuple[torch.nn.Module, ...] = self._modules({"owner": owner}, self._globals)
-        return found
-
-    def difference(self, owner: Any, state: Any = None) -> str:
-        """The first thing that is not as it was traced, in Dynamo's words."""
-        given = self.scope(owner) | {"state": state}
-        if not self.classes.hold():
-            return "a method of a class that forward uses, or the environment"
-        with neutral():
-            found = self._around.guard_manager.check_verbose(given)
-            if found.result:
-                found = self._of_owner.guard_manager.check_verbose(given)
-        if found.result and state is not None:
-            found = self._of_state.guard_manager.check_verbose(given)
-        if found.result:
-            return "a number that forward reads"
-        return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
-
-
-def _reading(sources: Sequence[str]) -> Any:
-    """A function of locals and globals that evaluates expressions of Dynamo's."""
-    values = "".join(f"{source}, " for source in sources)
-    return eval(f"lambda L, G: ({values})", dict(_closure_vars()))
-
-
-class Classes:
-    """Methods of the classes of what was read, which Dynamo takes for fixed, their names, which
-    hide those of their bases, and the process's environment."""
-
-    def __init__(self, code: Sequence[CodeType]) -> None:
-        """code: That was traced."""
-        self._code = code
-        self._kinds = dict[type, tuple[set[str], dict[str, Any]]]()
-        self.modules = dict[str, None]()  # sources of those that were read
-        self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
-        self.values = dict[str, None]()  # of numbers that may be equal and not the same
-        self._tables: list[Any] = []
-        self._versions: list[int] = []
-
-    def note(self, entries: Sequence[Any]) -> list[bool]:
-        """A filter of guards that keeps those of the state and of the modes of the call."""
-        for entry in entries:
-            name = _name(entry.orig_guard)
-            if isinstance(entry.value, torch.nn.Module):
-                self.modules.setdefault(name)
-            if getattr(type(entry.value), "BAKED", False) and "L['state']" not in name:
-                self.baked.setdefault(name)
-            refuse_value(_in_words(name), entry.value)
-            if _may_be_alike(entry.value) and "L['state']" not in name:
-                self.values.setdefault(name)
-            kind = entry.value if isinstance(entry.value, type) else type(entry.value)
-            bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
-            for base in bases:
-                if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
-                    methods = _methods(base)
-                    self._kinds[base] = _names(base), methods
-                    for method in methods.values():
-                        refuse_compiled_method(method, self._code)
-        self._tables = [
-            held
-            for kind in self._kinds
-            for held in gc.get_referents(vars(kind))
-            if type(held) is dict
-        ]
-        self._environment = dict(os.environ)
-        self._tables.append(os.environ._data)  # type: ignore[attr-defined]
-        self._versions = list(map(dict_version, self._tables))
-        outside = _outside_alone(entries)
-        flags = [_name(entry.orig_guard).endswith(_FLAG) for entry in entries]
-        return [not one and not flag for one, flag in zip(outside, flags, strict=True)]
-
-    def hold(self) -> bool:
-        """Whether nothing has changed."""
-        now = list(map(dict_version, self._tables))
-        if now == self._versions:
-            return True
-        if dict(os.environ) != self._environment:
-            return False
-        for kind, (names, methods) in self._kinds.items():
-            found = _methods(kind)
-            if _names(kind) != names or any(
-                found.get(name) is not value for name, value in methods.items()
-            ):
-                return False
-        self._versions = now
-        return True
-
-
 _PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
 )
 _DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")  # asks C++ of groups
-_FLAG = ".READING"  # of fallback.py
-_HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
-
-
-def _methods(kind: type) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        # torch.compile replaces the first two
-        if (callable(value) or hasattr(value, "__get__") or issubclass(kind, type))
-        and name not in ("__init__", "__setstate__", "__module__", "__doc__")
-    }
-
-
-def _names(kind: type) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("___")}  # torch.compile adds some
-
-
-def _may_be_alike(value: Any) -> bool:
-    """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
-    (1,) and (1.0,)."""
-    if type(value) is float:
-        return value == 0.0
-    return isinstance(value, tuple | complex | frozenset) and not isinstance(value, torch.Size)
-
-
-def _is_fixed(value: Any) -> bool:
-    if isinstance(value, tuple | frozenset):
-        return all(map(_is_fixed, value))
-    return value is None or isinstance(value, (*CONSTANTS, FunctionType, type))
-
-
-def _in_words(source: str) -> str:
-    """An expression of Dynamo's as the user would write it."""
-    return source.replace("L['owner']", "module").replace("L['state']['args']", "args")
 
 
 def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | None) -> Trace:
@@ -336,7 +113,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         _refuse_effects(InstructionTranslator.current_tx().output)
         refuse_operations(graph)
         places = graph.graph.find_nodes(op="placeholder")
-        sources = [_name(node.meta["grapharg"].source) for node in places]
+        sources = [name_of(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
@@ -353,7 +130,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
         torch._dynamo.config.patch({"ignore_logger_methods": _log_calls(), **_READING}),
-        _looking_alone() if backend else _answering_as_eager_code(),
+        _substituted(_FOR_ALL) if backend else _answering_as_eager_code(),
         _leaving_generators(),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
@@ -380,8 +157,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             classes = Classes(output.traced_code)
             of_state = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
-                of_owner = _again(found).build_guards(code, hooks=_OF_OWNER)
-                guards = of_state, of_owner, _again(found).build_guards(code, hooks=_AROUND)
+                of_owner = _again(found).build_guards(code, hooks=OF_OWNER)
+                guards = of_state, of_owner, _again(found).build_guards(code, hooks=AROUND)
     for built in guards:
         names_of_guards = built.guard_manager.closure_vars or {}
         for name, value in list(names_of_guards.items()):
@@ -479,19 +256,14 @@ _FOR_ALL: _Substitutes = {
 
 
 @contextlib.contextmanager
-def _looking_alone() -> Iterator[None]:
-    """Within the block, where code is compiled, results are looked at."""
+def _substituted(substitutes: _Substitutes) -> Iterator[None]:
+    """Within the block other functions are in the place of Dynamo's."""
     with contextlib.ExitStack() as at_end:
-        _substitute(at_end, _FOR_ALL)
+        for (home, name), substitute in substitutes.items():
+            if hasattr(home, name):
+                at_end.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, substitute(getattr(home, name)))
         yield
-
-
-def _substitute(at_end: contextlib.ExitStack, substitutes: _Substitutes) -> None:
-    """Puts other functions in the place of Dynamo's, until `at_end`."""
-    for (home, name), substitute in substitutes.items():
-        if hasattr(home, name):
-            at_end.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, substitute(getattr(home, name)))
 
 
 def _look_at(output: Any, value: Any, seen: set[int]) -> None:
@@ -514,10 +286,10 @@ def _look_at(output: Any, value: Any, seen: set[int]) -> None:
             _look_at(output, pair, seen)
     elif isinstance(value, VariableTracker) and not isinstance(value, TensorVariable):
         made = value.source is None or isinstance(value.source, TempLocalSource)
-        of_caller = not made and "L['state']" in _name(value.source)
+        of_caller = not made and "L['state']" in name_of(value.source)
         if not made and not of_caller and _is_copied(value):
             raise CaptureError(
-                f"forward returns {_in_words(_name(value.source))}, which was there before: a "
+                f"forward returns {in_words(name_of(value.source))}, which was there before: a "
                 "replay would return another one",
                 "",
                 "return a copy of it, or read it on the module",
@@ -570,8 +342,7 @@ def _answering_as_eager_code() -> Iterator[None]:
     }
     fallback.READING = True
     try:
-        with contextlib.ExitStack() as at_end:
-            _substitute(at_end, _FOR_ALL | substitutes | ABSENCES)
+        with _substituted(_FOR_ALL | substitutes | ABSENCES):
             yield
     finally:
         fallback.READING = False
@@ -620,44 +391,13 @@ def _log_calls() -> set[Any]:
     }
 
 
-def _name(named: Any) -> str:
-    """The name of a source or guard, which is a method in some versions of torch."""
-    return str(named.name() if callable(named.name) else named.name)
-
-
-def _outside_alone(entries: Sequence[Any]) -> list[bool]:
-    return [
-        "L['state']" not in _name(entry.orig_guard)
-        and entry.guard_type != "TENSOR_MATCH"  # which tensor it is, is compared
-        and not _name(entry.orig_guard).endswith(_FLAG)
-        and entry.guard_type not in _MODES
-        for entry in entries
-    ]
-
-
-def _of_owner_alone(entries: Sequence[Any]) -> list[bool]:
-    owned = ["L['owner']" in _name(entry.orig_guard) for entry in entries]
-    return [one and other for one, other in zip(owned, _outside_alone(entries), strict=True)]
-
-
-def _around_alone(entries: Sequence[Any]) -> list[bool]:
-    owned = ["L['owner']" in _name(entry.orig_guard) for entry in entries]
-    return [not one and other for one, other in zip(owned, _outside_alone(entries), strict=True)]
-
-
-# Modes of a call are in its key, and are others in its backward, where guards are asked, too.
-_MODES = ("GRAD_MODE", "GLOBAL_STATE")
-_OF_OWNER = Hooks(guard_filter_fn=_of_owner_alone)
-_AROUND = Hooks(guard_filter_fn=_around_alone)
-
-
 def _refuse_hanging(sources: Sequence[str], state: Any) -> None:
     """Raises CaptureError for a tensor that is no part of the call's arguments but hangs on one."""
     known = {id(leaf) for leaf in tree_leaves(state)}
     for source in sources:
         if "L['state']" in source and id(eval(source, {"L": {"state": state}})) not in known:
             raise CaptureError(
-                f"forward reads {_in_words(source)}, which a graph would not read",
+                f"forward reads {in_words(source)}, which a graph would not read",
                 "",
                 "pass the tensor to forward as an argument",
             )
@@ -675,7 +415,7 @@ def _refuse_effects(output: Any) -> None:
         and not _is_put_back(output, variable)
     ]
     for variable in changed:
-        name = _in_words(_name(variable.source))
+        name = in_words(name_of(variable.source))
         stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
         raise CaptureError(
             f"forward changes a {variable.python_type_name()} that was there before ({name}): a "
@@ -698,7 +438,7 @@ def _is_put_back(output: Any, variable: Any) -> bool:
     if isinstance(items, dict | list) and not items:
         scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}
         install_guard(variable.source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
-        return not eval(_name(variable.source), scope)  # it was cleared, and had been empty
+        return not eval(name_of(variable.source), scope)  # it was cleared, and had been empty
     before = getattr(vars(variable).get("value"), "__dict__", {})
     now = output.side_effects.store_attr_mutations.get(variable) or {}
     for name, value in now.items():
@@ -845,13 +585,9 @@ def shapes_of(state: State) -> Hashable:
     """What of a state code is compiled for: the form of every tensor, and constants; and whether
     gradients are on."""
     return torch.is_grad_enabled(), tuple(
-        (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
+        (key, tuple(map(_shape, tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedBatch)))))
         for key, value in state.items()
     )
-
-
-def _is_batch(value: Any) -> bool:
-    return isinstance(value, PackedBatch)
 
 
 def _shape(leaf: Any) -> Hashable:

@@ -22,7 +22,7 @@ from packgraph.graphs.key import neutral, row_major
 from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
 
 if TYPE_CHECKING:  # loads torch's tracer, which takes seconds
-    from packgraph.graphs.front import Trace
+    from packgraph.graphs.traces import Trace
 
 _IN_PLACE = (
     "change parameters and other tensors in place (copy_, load_state_dict) to keep the graphs"
@@ -205,11 +205,8 @@ class Guards:
             list(map(torch.Tensor.data_ptr, self._locals)) == self._pointers
             and self._forms_now() == self._forms
             and self._hooks_hold()
-            and (not self._distributed or self._locals_hold())
+            and all(local_tensor(tensor) is local for tensor, local in self._distributed)
         )
-
-    def _locals_hold(self) -> bool:
-        return all(local_tensor(tensor) is local for tensor, local in self._distributed)
 
     def changed(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> Change | None:
         """What no longer holds, in words. args, kwargs: Of a call."""

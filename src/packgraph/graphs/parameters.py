@@ -318,17 +318,14 @@ class _Visit:
         self._task, self._seen = task, _Seen()
         self._places = list[tuple[dict[Any, _Hook], Any, _Hook, _Hook]]()
         for table, is_wanted in (
-            (_HOOKS(parameter), _is_gradient),
-            (_LATE_HOOKS(parameter), self._has_come),
+            (_HOOKS(parameter), lambda gradient: gradient is not None),
+            (_LATE_HOOKS(parameter), lambda _: not self._seen.is_absent),
         ):
             for key, hook in list((table or {}).items()):
                 guarded = _Wrapped(hook.hook if isinstance(hook, _Wrapped) else hook, is_wanted)
                 self._places.append((table, key, hook, guarded))
                 table[key] = guarded
         self._handles = [node.register_prehook(self._begins), node.register_hook(self._ends)]
-
-    def _has_come(self, parameter: torch.Tensor) -> bool:
-        return not self._seen.is_absent
 
     def _begins(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         self._seen.is_absent = gradients[0] is None
@@ -344,10 +341,6 @@ class _Visit:
         for table, key, before, guarded in self._places:
             if table.get(key) is guarded:  # else its handle has removed it
                 table[key] = before
-
-
-def _is_gradient(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None
 
 
 def expect_visits(

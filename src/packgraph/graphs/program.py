@@ -229,7 +229,7 @@ _TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces
 @contextlib.contextmanager
 def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
     """Within the block captured stages are read before they run. found: gets the traces
-    (`front.Trace`) of what a graph will hold, each with its owner."""
+    (`traces.Trace`) of what a graph will hold, each with its owner."""
     token = _TRACES.set(found)
     try:
         yield
@@ -413,12 +413,8 @@ def is_simple(value: Any) -> bool:
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
         and "__del__" not in dir(kind)
         and kind.__new__ is object.__new__
-        and is_user_file(_file_of(kind))
+        and is_user_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<unknown>")
     )
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<unknown>"
 
 
 def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int]) -> Any:

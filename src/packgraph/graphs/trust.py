@@ -67,7 +67,7 @@ class _Parts:
 
 
 class Trusted:
-    """Stands for the trace of a module that nobody has read (`front.Trace`)."""
+    """Stands for the trace of a module that nobody has read (`traces.Trace`)."""
 
     code, recomputes, are_fixed = "", True, True  # a backward may run any of its code
     kept = ()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -139,24 +139,19 @@ class _Listening(threading.local):
 class _Entry:
     """listener: Makes the calls. over: Its block has ended."""
 
-    def __init__(self, listener: "StateListener") -> None:
+    def __init__(self, listener: Any) -> None:
         self.listener, self.over = listener, False
 
 
 _LISTENING = _Listening()
 
 
-class StateListener(Protocol):
-    """Makes the calls by which code reads or sets the state of a default generator."""
-
-    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """Makes a call. function: Has no arguments. state: That is set, None = it is read."""
-
-
 @contextlib.contextmanager
-def state_calls(listener: StateListener) -> Iterator[Callable[[object], None]]:
+def state_calls(listener: Any) -> Iterator[Callable[[object], None]]:
     """Within the block `listener` makes this thread's calls of `torch.get_rng_state`,
-    `torch.cuda.set_rng_state` and their kin, as a checkpoint calls them.
+    `torch.cuda.set_rng_state` and their kin, as a checkpoint calls them: by its method
+    `state_call(function, generator, state)`. The function has no arguments; the state is None
+    where it is read.
 
     Yields:
         A function by which another thread, autograd's on CUDA, listens until the block ends. The
@@ -304,7 +299,7 @@ class Draws:
             state.undo()
 
     def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """See StateListener."""
+        """See state_calls."""
         known = [
             own
             for own, each in zip(self._torch, self._generators, strict=True)
@@ -371,7 +366,7 @@ class Redraw:
         self._moving = self.missed = False
 
     def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """See StateListener."""
+        """See state_calls."""
         self.missed = self.missed or not self._moving
         return function()
 

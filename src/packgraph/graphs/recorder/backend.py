@@ -552,7 +552,7 @@ class _RecordedStates:
         self._step = step
 
     def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """See StateListener."""
+        """See state_calls."""
         if state is not None:
             self._step(lambda: generator.set_state(state))
             return function()
