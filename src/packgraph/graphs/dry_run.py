@@ -27,7 +27,7 @@ from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
-from packgraph.graphs.parameters import aliased_parameters
+from packgraph.graphs.parameters import aliased_parameters, local_tensor
 from packgraph.graphs.program import (
     Program,
     detached_state,
@@ -123,7 +123,7 @@ class _CheckedRun:
         traces: Sequence[tuple[Any, Any]],
     ) -> None:
         self.program, self.gradients, self.journal = program, gradients, journal
-        self.parameters = parameters
+        self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.traces = traces  # of what is captured, and of whom
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
@@ -174,7 +174,16 @@ class _CheckedRun:
             CaptureChecker(self.journal, refuse=True, device=self.device) as watch,
         ):
             versions, mode = [leaf._version for leaf in given], torch.is_grad_enabled()
+            outside = [*self.parameters, *self.buffers, *given]
+            forms = list(map(_form, outside))
             result = self.program.run(run, shown)
+            if list(map(_form, outside)) != forms:
+                raise CaptureError(
+                    "forward gives a tensor from outside other memory, another form, a gradient or "
+                    "another requires_grad: a replay would not do it",
+                    self.where,
+                    "do it outside of forward, or write to the tensor in place. " + LEAVE_OUT,
+                )
             if torch.is_grad_enabled() is not mode:
                 raise CaptureError(
                     "forward switches gradients on or off and leaves it so: a replay would not",
@@ -270,3 +279,10 @@ class _CheckedRun:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    local = local_tensor(tensor)
+    place = (local.data_ptr(), local.stride()) if local.layout is torch.strided else None
+    gradient = id(tensor.grad) if tensor.is_leaf and tensor.grad is not None else None
+    return place, local.shape, tensor.requires_grad, gradient

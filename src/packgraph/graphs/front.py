@@ -71,7 +71,7 @@ from packgraph.graphs.unguarded import (
     KEPT,
     let_go_of_tensors,
     of_tables,
-    refuse_operations,
+    refuse_sizes,
 )
 from packgraph.packing.batch import PackedBatch
 
@@ -84,9 +84,15 @@ _READING = {
     "allow_rnn": True,
     "trace_autograd_ops": True,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "skip_guards_on_constant_func_defaults": False,
+    "assume_dunder_attributes_remain_unchanged": False,
+    "use_recursive_dict_tags_for_guards": False,
 }
 
 
+# Whether who traces takes function modes off the stack; torch 2.11 does so by itself.
+_TAKES_MODES = torch.__version__ >= "2.12"
 _PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
@@ -111,7 +117,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
 
     def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_effects(InstructionTranslator.current_tx().output)
-        refuse_operations(graph)
+        refuse_sizes(graph)
         places = graph.graph.find_nodes(op="placeholder")
         sources = [name_of(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]
@@ -132,7 +138,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         torch._dynamo.config.patch({"ignore_logger_methods": _log_calls(), **_READING}),
         _substituted(_FOR_ALL) if backend else _answering_as_eager_code(),
         _leaving_generators(),
-        torch_function_mode_stack_state_mgr,
+        torch_function_mode_stack_state_mgr if _TAKES_MODES else contextlib.nullcontext(),
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
@@ -153,7 +159,10 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
                 "",
                 "draw them with torch, on the module's device",
             )
-        with torch_function_mode_stack_state_mgr.temp_restore_stack(), _noting_ends() as ends:
+        with contextlib.ExitStack() as with_modes:
+            if _TAKES_MODES:
+                with_modes.enter_context(torch_function_mode_stack_state_mgr.temp_restore_stack())
+            ends = with_modes.enter_context(_noting_ends())
             classes = Classes(output.traced_code)
             of_state = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():

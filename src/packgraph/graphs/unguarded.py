@@ -6,7 +6,6 @@
     what users have compiled                       refused: Dynamo reads through it
     what an argument was computed from             refused: a graph has a copy of it
     a size that depends on numbers                 refused: torch reads them on the host
-    memory that a tensor is given                  refused: graphs have the address
     what a cache of functools has kept             compared, or refused: Dynamo calls anew
 
 No table of names is kept here: what else the tracer takes for fixed, it takes for fixed everywhere.
@@ -76,26 +75,17 @@ def _compiled() -> CaptureError:
     )
 
 
-def refuse_operations(graph: torch.fx.GraphModule) -> None:
-    """Raises CaptureError for an operation that was traced and that no graph can hold."""
+def refuse_sizes(graph: torch.fx.GraphModule) -> None:
+    """Raises CaptureError where the size of a tensor depends on numbers: by an assertion Dynamo
+    keeps what it supposes of it."""
     for node in graph.graph.nodes:
-        name = getattr(node.target, "__name__", node.target)
-        if name in _NO_OPERATION:
+        if "_assert_scalar" in str(node.target):
             raise CaptureError(
-                _NO_OPERATION[name][0], traced_line(node.stack_trace), _NO_OPERATION[name][1]
+                "the size of a tensor depends on numbers of another one, which are read on the "
+                "host",
+                traced_line(node.stack_trace),
+                "make tensors of fixed sizes",
             )
-
-
-_NO_OPERATION = {
-    "_assert_scalar": (  # how Dynamo keeps what it supposes of sizes that it does not know
-        "the size of a tensor depends on numbers of another one, which are read on the host",
-        "make tensors of fixed sizes",
-    ),
-    "set_": (
-        "a tensor is given other memory (an assignment to Tensor.data): a replay would not do it",
-        "write in place under torch.no_grad(): tensor.copy_(...)",
-    ),
-}
 
 
 def let_go_of_tensors(output: Any) -> None:

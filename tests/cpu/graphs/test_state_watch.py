@@ -54,6 +54,8 @@ def is_told(graphed, calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_of_what_forward_reads_is_seen(case):
+    if "Enum's member" in case and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no guard for it: docs/assumptions.md")
     make, change, _ = CASES[case]
     torch.manual_seed(1)
     eager, module = make(), make()
