@@ -65,10 +65,7 @@ class Trace:
         self._read = _reading([*sources, *classes.values])
         values = self.read(owner)[len(self.names) :]
         self.are_fixed = all(map(_is_fixed, values))
-        try:
-            self._bits = marshal.dumps(values, 2)
-        except ValueError:
-            self._bits = repr(values).encode()
+        self._bits = marshal.dumps(_numbers(values), 2)
         self._modules = _reading(
             [name for name in classes.modules if name.startswith("L['owner']")]
         )
@@ -118,10 +115,7 @@ class Trace:
 
     def is_read_as(self, now: tuple[Any, ...]) -> bool:
         """Whether numbers have the bits that they had."""
-        try:
-            return marshal.dumps(now[len(self.names) :], 2) == self._bits
-        except ValueError:  # other objects are among them
-            return repr(now[len(self.names) :]).encode() == self._bits
+        return marshal.dumps(_numbers(now[len(self.names) :]), 2) == self._bits
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -238,7 +232,17 @@ def _may_be_alike(value: Any) -> bool:
 def _is_fixed(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_is_fixed, value))
-    return value is None or isinstance(value, (*CONSTANTS, FunctionType, type))
+    return not isinstance(value, list | dict | set)
+
+
+def _numbers(value: Any) -> Any:
+    """The value with the kinds of what is no number in it: like layers have objects of their
+    own."""
+    if isinstance(value, tuple):
+        return tuple(map(_numbers, value))
+    if type(value) in (bool, int, float, complex, str):
+        return value
+    return repr(value) if isinstance(value, (*CONSTANTS, frozenset)) else type(value).__name__
 
 
 def in_words(source: str) -> str:

@@ -220,6 +220,10 @@ def times_number(layer, x):
     return layer(x) * layer.number
 
 
+def with_own_object(layer, x):
+    return layer(x) * layer.held[1] if layer.held[0] is not None else x
+
+
 def as_number(layer, x):
     return layer(x) * float(x.sum())
 
@@ -248,6 +252,16 @@ def test_code_that_fits_no_other_layer_is_counted():
     with torch._dynamo.config.patch(recompile_limit=4):  # of other code
         assert torch.equal(many(x), module(x))
     assert many.stats.recompiles == {"mlp: other constants": 5} and many.stats.replayed == 1
+
+
+@pytest.mark.parametrize("factors", [(0.5, 0.5, 0.5), (0.0, -0.0, 0.0)])
+def test_layers_that_hold_objects_of_their_own_share_code(factors):
+    module = Scaled(3, with_own_object)
+    for layer, factor in zip(module.layers, factors, strict=True):
+        layer.held = object(), factor
+    graphed = packgraph.graph(module, warmup=0, strict=True, compile=TRACED)
+    graphed(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert graphed.stats.compiled == len({str(factor) for factor in factors})
 
 
 @pytest.mark.parametrize(
