@@ -50,6 +50,7 @@ from packgraph.graphs.parameters import (
     is_sharded,
     local_tensor,
     static_gradient,
+    storage_of,
 )
 from packgraph.graphs.program import (
     Program,
@@ -350,12 +351,10 @@ class VariantBuild:
         region.context.inputs = [
             number
             for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
-            if entry.buffer is not None and leaf.untyped_storage()._cdata in read_inputs
+            if entry.buffer is not None and storage_of(leaf) in read_inputs
         ]
         region.saved = [
-            number
-            for number, out in enumerate(forward.outputs)
-            if out.untyped_storage()._cdata in read_inputs
+            number for number, out in enumerate(forward.outputs) if storage_of(out) in read_inputs
         ]
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {
@@ -372,7 +371,7 @@ class VariantBuild:
 
     def _context(self, forward: _Forward, later: dict[Place, torch.Tensor]) -> Context:
         """later: what backwards read from outside."""
-        slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
+        slot = {storage_of(leaf) for leaf in forward.leaves}
         reads = self._originals(
             {place: t for place, t in forward.uses.reads.items() if place[0] not in slot}
         )
@@ -502,7 +501,7 @@ class VariantBuild:
             *(local_tensor(buffer.tensor) for buffer in buffers.values()),
             *(grad_output for _, grad_output in grad_outputs),
         ]
-        known = {tensor.untyped_storage()._cdata for tensor in ours}
+        known = {storage_of(tensor) for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
 

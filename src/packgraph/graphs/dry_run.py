@@ -27,7 +27,7 @@ from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
-from packgraph.graphs.parameters import aliased_parameters, local_tensor
+from packgraph.graphs.parameters import aliased_parameters, local_tensor, storage_of
 from packgraph.graphs.program import (
     Program,
     detached_state,
@@ -205,7 +205,7 @@ class _CheckedRun:
                     "argument",
                 )
         # An earlier run of stages may have made what this one reads.
-        inside = {t.untyped_storage()._cdata for t in given} | self.made
+        inside = {storage_of(t) for t in given} | self.made
         for mine, seen in ((self.read, watch.external), (self.written, watch.written)):
             mine.update((key, tensor) for key, tensor in seen.items() if key not in inside)
         self.made |= watch.made

@@ -61,7 +61,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor
+from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor, storage_of
 from packgraph.graphs.slots import Launches
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
@@ -69,15 +69,11 @@ _GRADIENT = operator.attrgetter("grad")
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    return int(local_tensor(tensor).untyped_storage()._cdata)
-
-
 def _counts_of_a_gradient() -> tuple[int, int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    uses = int(_storage_uses(_storage_of(grad)))
+    uses = int(_storage_uses(storage_of(grad)))
     return sys.getrefcount(grad), uses, sys.getrefcount(grad.untyped_storage())
 
 
@@ -107,7 +103,7 @@ class GradientBuffer:
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
         self.tensor = shown.data  # users may see the versions of what is shown
-        self._storage = _storage_of(shown)
+        self._storage = storage_of(shown)
         self._address = self.tensor.data_ptr()
 
     def is_attached(self, grad: torch.Tensor | None) -> bool:
@@ -121,7 +117,7 @@ class GradientBuffer:
     def is_grad(self) -> bool:
         """Returns whether the parameter's `.grad` is this memory."""
         grad = self.parameter.grad
-        return grad is not None and (grad is self.shown or _storage_of(grad) == self._storage)
+        return grad is not None and (grad is self.shown or storage_of(grad) == self._storage)
 
     def is_held(self) -> bool:
         """Returns whether somebody else holds the buffer. Meaningful while it is not the
@@ -224,7 +220,7 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             grad is not None
             and (
                 sys.getrefcount(grad) > _REFERENCES
-                or _storage_uses(_storage_of(grad)) > _USES
+                or _storage_uses(storage_of(grad)) > _USES
                 or _is_storage_held(grad)
                 or not _placed_alike(grad, buffer.tensor)
             )

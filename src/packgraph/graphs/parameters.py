@@ -45,6 +45,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory: the same for all its views."""
+    return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
 _SHARDED, _STANDS_FOR = "packgraph_sharded", "packgraph_stands_for"
 _GATHERED = "packgraph_gathered"
 
@@ -115,7 +120,7 @@ class Aliases:
             self.parameter_of[id(made)] = parameter
             local = local_tensor(parameter)
             start = local.data_ptr()
-            self.memory.setdefault(local.untyped_storage()._cdata, []).append(
+            self.memory.setdefault(storage_of(local), []).append(
                 (start, start + max(1, local.numel() * local.element_size()), parameter)
             )
         return self.alias_of[id(parameter)]

@@ -20,7 +20,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
 from packgraph.graphs.checks.operations import operation_of
 from packgraph.graphs.checks.random_state import PastDraws, Redraw, state_calls
-from packgraph.graphs.parameters import without_hooks
+from packgraph.graphs.parameters import storage_of, without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
@@ -102,9 +102,9 @@ def recompute_gradients(
 
 
 def _check(region: Region, versions: list[int]) -> None:
-    written = {tensor.untyped_storage()._cdata for tensor in region.context.writes}
+    written = {storage_of(tensor) for tensor in region.context.writes}
     for tensor, before in zip(region.context.reads, versions, strict=True):
-        if tensor._version != before and tensor.untyped_storage()._cdata not in written:
+        if tensor._version != before and storage_of(tensor) not in written:
             raise _cannot(
                 region,
                 f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",

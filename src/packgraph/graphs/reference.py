@@ -60,7 +60,7 @@ from packgraph.graphs.gradients import GradientBuffers, with_local, without_memo
 from packgraph.graphs.key import Layout, contiguous_strides, own_strides
 from packgraph.graphs.notices import named_leaves
 from packgraph.graphs.output_gradients import OutputGradients
-from packgraph.graphs.parameters import is_sharded, local_tensor, without_hooks
+from packgraph.graphs.parameters import is_sharded, local_tensor, storage_of, without_hooks
 from packgraph.graphs.program import open_objects
 from packgraph.graphs.region import Region
 from packgraph.graphs.replay import Ends, ReplayHandle, Variant
@@ -168,8 +168,8 @@ class Reference:
             draws: Whether it draws random numbers.
         """
         if self._alone or (self._whole and not draws):
-            weights = set(map(_storage, self.module.parameters()))
-            others = [memory for memory in read if _storage(memory) not in weights]
+            weights = set(map(storage_of, self.module.parameters()))
+            others = [memory for memory in read if storage_of(memory) not in weights]
             self._written, self._touched = list(written), [*written, *others]
             self._known = self._plain(_Facts())
 
@@ -389,10 +389,6 @@ class Reference:
             if layout is not None:
                 found[number] = layout
         return found or known.expected(leaves)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
 @torch.no_grad()

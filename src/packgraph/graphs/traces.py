@@ -238,11 +238,13 @@ def _is_fixed(value: Any) -> bool:
 def _numbers(value: Any) -> Any:
     """The value with the kinds of what is no number in it: like layers have objects of their
     own."""
-    if isinstance(value, tuple):
-        return tuple(map(_numbers, value))
+    if isinstance(value, tuple | list | dict):
+        return tuple(map(_numbers, value.items() if isinstance(value, dict) else value))
     if type(value) in (bool, int, float, complex, str):
         return value
-    return repr(value) if isinstance(value, (*CONSTANTS, frozenset)) else type(value).__name__
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return repr(value) if isinstance(value, CONSTANTS) else type(value).__name__
 
 
 def in_words(source: str) -> str:

@@ -256,6 +256,10 @@ CHANGES = {
         lambda: Doing(signs(lambda v: v.imag), value=complex(0.0, 0.0)),
         sets("value", complex(0.0, -0.0)),
     ),
+    "the sign of zero in a list in a tuple": (
+        lambda: Doing(signs(lambda v: v[0][0]), value=([0.0],)),
+        lambda m: m.value[0].__setitem__(0, -0.0),
+    ),
     "the sign of zero in a set": (
         lambda: Doing(signs(lambda v: next(iter(v))), value=frozenset({0.0})),
         sets("value", frozenset({-0.0})),

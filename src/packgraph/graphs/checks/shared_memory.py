@@ -12,6 +12,7 @@ import torch
 
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.parameters import storage_of
 
 _REMEDY = "return a copy (.clone()) in its place. " + LEAVE_OUT
 
@@ -36,7 +37,7 @@ def refuse_shared_memory(
     )
     by_storage: dict[int, list[torch.Tensor]] = {}
     for output in outputs:
-        storage = output.untyped_storage()._cdata
+        storage = storage_of(output)
         if storage not in made and id(output) not in captured:
             continue
         if storage not in made:

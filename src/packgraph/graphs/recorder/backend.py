@@ -54,6 +54,7 @@ from packgraph.graphs.checks.random_state import state_calls
 from packgraph.graphs.copy_streams import capturing_copy_streams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.key import with_bits
+from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
 
@@ -140,7 +141,7 @@ class _Recording(CodeWatcher):
         kinds = []
         for out in made:
             kinds.append(self._kind(operation.function, out, inputs))
-            if kinds[-1] == "new" and out.untyped_storage()._cdata not in window.block_of:
+            if kinds[-1] == "new" and storage_of(out) not in window.block_of:
                 window.own(out)  # compiled code may return several views of one block
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
             if kinds[-1] == "work":
@@ -391,7 +392,7 @@ class RecorderWindow:
         none is left."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        number = self.block_of.get(tensor.untyped_storage()._cdata)
+        number = self.block_of.get(storage_of(tensor))
         if number is None:
             if id(tensor) not in self._external:
                 own = tensor
