@@ -71,7 +71,7 @@ from packgraph.graphs.unguarded import (
     KEPT,
     let_go_of_tensors,
     of_tables,
-    refuse_sizes,
+    refuse_operations,
 )
 from packgraph.packing.batch import PackedBatch
 
@@ -117,7 +117,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
 
     def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_effects(InstructionTranslator.current_tx().output)
-        refuse_sizes(graph)
+        refuse_operations(graph)
         places = graph.graph.find_nodes(op="placeholder")
         sources = [name_of(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]

@@ -48,7 +48,8 @@ def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     draws = journal.draws = Draws(generators)
     with torch.no_grad():
-        for buffer in module.buffers():
+        places = [(buffer, buffer.data) for buffer in module.buffers()]
+        for buffer, _ in places:
             journal.before_write(buffer)
     try:
         with (
@@ -68,6 +69,9 @@ def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
         torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
+            for buffer, place in places:
+                if not buffer.is_set_to(place):
+                    buffer.data = place
         if collecting:
             gc.enable()
 

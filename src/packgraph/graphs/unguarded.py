@@ -75,17 +75,27 @@ def _compiled() -> CaptureError:
     )
 
 
-def refuse_sizes(graph: torch.fx.GraphModule) -> None:
-    """Raises CaptureError where the size of a tensor depends on numbers: by an assertion Dynamo
-    keeps what it supposes of it."""
+def refuse_operations(graph: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for an operation that was traced and that no graph can hold."""
     for node in graph.graph.nodes:
-        if "_assert_scalar" in str(node.target):
-            raise CaptureError(
-                "the size of a tensor depends on numbers of another one, which are read on the "
-                "host",
-                traced_line(node.stack_trace),
-                "make tensors of fixed sizes",
-            )
+        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        if name in _NO_OPERATION:
+            what, remedy = _NO_OPERATION[name]
+            raise CaptureError(what, traced_line(node.stack_trace), remedy)
+
+
+_DATA = (
+    "a tensor is given other memory (an assignment to Tensor.data): a replay would not do it",
+    "write in place under torch.no_grad(): tensor.copy_(...)",
+)
+_NO_OPERATION = {
+    "_assert_scalar": (  # how Dynamo keeps what it supposes of sizes that it does not know
+        "the size of a tensor depends on numbers of another one, which are read on the host",
+        "make tensors of fixed sizes",
+    ),
+    "set_": _DATA,
+    "shallow_copy_data_": _DATA,  # torch 2.14
+}
 
 
 def let_go_of_tensors(output: Any) -> None:
@@ -126,16 +136,29 @@ def _of_attributes(method: Method) -> Method:
 
 def _of_tensors(method: Method) -> Method:
     def find(found: Any, asking: Any, name: str) -> Any:
-        if name in ("is_leaf", "grad_fn") and found.source is not None:
+        if name in ("is_leaf", "grad_fn"):
             raise CaptureError(
-                f"forward asks for Tensor.{name} of an argument: a graph has copies of its "
-                "arguments, which nothing was computed from",
+                f"forward asks for Tensor.{name}: a graph has copies of its arguments, which "
+                "nothing was computed from",
                 "",
                 "ask outside of the call, and pass the answer as an argument",
             )
         return method(found, asking, name)
 
     return find
+
+
+def _of_methods(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(found: Any, asking: Any, name: str, *args: Any) -> Any:
+        if name in ("__delattr__", "register_hook", "retain_grad"):
+            raise CaptureError(
+                f"forward calls Tensor.{name}, which a replay would not do",
+                "",
+                "do it outside of forward, or write a torch.autograd.Function",
+            )
+        return method(found, asking, name, *args)
+
+    return call
 
 
 def _has(value: Any, name: str) -> bool:
@@ -252,6 +275,7 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
     (TensorVariable, "tp_getattro_impl"): _of_tensors,
     (TensorVariable, "var_getattr"): _of_tensors,
+    (TensorVariable, "call_method"): _of_methods,
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
     (UserFunctionVariable, "call_obj_hasattr"): _of_names,
     (UnspecializedNNModuleVariable, "call_function"): _of_calls,

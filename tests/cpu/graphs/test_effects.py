@@ -33,6 +33,7 @@ class Two(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.other, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+        self.register_buffer("counter", torch.ones(()))
 
     def forward(self, x):
         return self.function(self, x)
@@ -221,6 +222,26 @@ def data_of_the_input(m, x):
     return m.linear(x)
 
 
+def data_of_a_buffer(m, x):
+    m.counter.data = m.counter.data + 1
+    return m.linear(x) * m.counter
+
+
+def deletes_a_gradient(m, x):
+    del m.linear.weight.grad
+    return m.linear(x)
+
+
+def hooks_what_it_makes(m, x):
+    h = m.linear(x)
+    h.register_hook(lambda gradient: gradient * 2)
+    return h
+
+
+def asks_what_is_the_argument_itself(m, x):
+    return m.linear(x) * (2.0 if x.contiguous().is_leaf else 3.0)
+
+
 def storage_of_a_weight(m, x):
     m.linear.weight.data.set_(m.linear.weight.data * 0.9)
     return m.linear(x)
@@ -317,6 +338,10 @@ CHANGES = [
     backward_of_torch,
     data_of_a_weight,
     data_of_the_input,
+    data_of_a_buffer,
+    deletes_a_gradient,
+    hooks_what_it_makes,
+    asks_what_is_the_argument_itself,
     storage_of_a_weight,
     hook_on_a_tensor,
     hook_on_a_weight,
