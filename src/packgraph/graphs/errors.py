@@ -58,8 +58,8 @@ class CaptureError(RuntimeError):
         >>> try:
         ...     graphed(torch.ones(2, 4))
         ... except packgraph.CaptureError as error:
-        ...     print(error.what)
-        float(tensor) waits for the device inside a captured stage
+        ...     print(error.what.partition(":")[0])
+        reading a number out of a tensor (Tensor.item()) waits for the device
     """
 
     def __init__(self, what: str, where: str, remedy: str) -> None:

@@ -218,7 +218,8 @@ def _methods(kind: type) -> dict[str, Any]:
 
 
 def _names(kind: type) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("___")}  # torch.compile adds some
+    # torch.compile adds some, and so does pickle.
+    return {name for name in vars(kind) if not name.startswith("___") and name != "__slotnames__"}
 
 
 def _may_be_alike(value: Any) -> bool:
