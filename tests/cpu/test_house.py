@@ -440,7 +440,7 @@ def test_modules_say_what_they_are_for():
 STATEMENTS = {
     "__init__": 37,
     "packing": 1053,
-    "graphs": 8004,
+    "graphs": 8005,
     "ops": 2177,
     "mamba": 967,
     "moe": 1971,
@@ -453,7 +453,7 @@ STATEMENTS = {
     "verification": 930,
     "bench": 1073,
     "cli": 358,
-    "tests": 48648,
+    "tests": 48658,
     "benchmarks": 4669,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -69,6 +69,7 @@ from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
     ABSENCES,
     KEPT,
+    OF_TENSORS,
     let_go_of_tensors,
     of_tables,
     refuse_operations,
@@ -261,7 +262,7 @@ _FOR_ALL: _Substitutes = {
     (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
     (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
     (InstructionTranslator, "_return"): _looking_at_results,
-}
+} | OF_TENSORS
 
 
 @contextlib.contextmanager

@@ -273,9 +273,6 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (UserDefinedObjectVariable, "tp_getattro_impl"): _of_attributes,
     (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
-    (TensorVariable, "tp_getattro_impl"): _of_tensors,
-    (TensorVariable, "var_getattr"): _of_tensors,
-    (TensorVariable, "call_method"): _of_methods,
     (PythonModuleVariable, "call_obj_hasattr"): _of_names,
     (UserFunctionVariable, "call_obj_hasattr"): _of_names,
     (UnspecializedNNModuleVariable, "call_function"): _of_calls,
@@ -284,3 +281,9 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (_OWN_NAMES, "install_dict_keys_match_guard"): _of_all_names,
 }
 _CHANGING = (ConstDictVariable, ListVariable, UserDefinedObjectVariable)
+# The same of tensors, for code that is compiled, too; one of two names for that of attributes.
+OF_TENSORS: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (TensorVariable, "tp_getattro_impl"): _of_tensors,
+    (TensorVariable, "var_getattr"): _of_tensors,
+    (TensorVariable, "call_method"): _of_methods,
+}

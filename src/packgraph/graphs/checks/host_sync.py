@@ -2,8 +2,8 @@
 
 Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose
 result or shape depends on data (they wait for the device), boolean masks, resized storages. The
-function mode sees host reads that never reach the dispatcher for CPU tensors (`float(t)`,
-`t.tolist()`, `if t:`). Both raise at the user's line, before the operation runs. The dispatch mode
+function mode of recordings sees host reads that never reach the dispatcher for CPU tensors
+(`t.tolist()`). Both raise at the user's line, before the operation runs. The dispatch mode
 also keeps a journal: the old contents of every tensor that existed before and is written to, so
 that running a region for capture can be undone. Random generators are a fact of the capture too:
 those that it knows are advanced by replays; drawing from any other is refused.
@@ -291,8 +291,8 @@ class CaptureChecker(CodeWatcher):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph
     cannot hold.
 
-    refuse: False only journals (stages that stay eager may do what they like). device: as in
-        HostReadGuard.
+    refuse: False only journals (stages that stay eager may do what they like). device: type
+        of the device that operations may wait for; None = any.
     external, written: the tensors from outside that the code has read and written to, by storage.
     made: storages that it has made.
     """

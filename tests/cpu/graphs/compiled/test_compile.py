@@ -242,6 +242,23 @@ def as_mask(layer, x):
     return layer(x) + x[x > 0].sum()
 
 
+def asks_what_is_the_argument_itself(x):
+    return 2.0 if x.contiguous().is_leaf else 3.0
+
+
+def hooks_what_it_makes(x):
+    (made := x * 2).register_hook(lambda gradient: gradient * 2)
+    return made
+
+
+@pytest.mark.parametrize("read", [asks_what_is_the_argument_itself, hooks_what_it_makes])
+def test_what_a_replay_would_not_do_is_not_compiled(read):
+    module = Scaled(1, lambda layer, x: layer(x) * read(x))
+    graphed = packgraph.graph(module, warmup=0, strict=True, compile=TRACED)
+    with pytest.raises(packgraph.CaptureError, match=r"Tensor\."):
+        graphed(torch.randn(2, 4, requires_grad=True))
+
+
 def test_code_that_fits_no_other_layer_is_counted():
     few = packgraph.graph(Scaled(3, times_number), warmup=0, strict=True, compile=TRACED)
     few(torch.randn(2, 4, requires_grad=True)).sum().backward()
