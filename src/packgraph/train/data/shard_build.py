@@ -332,7 +332,7 @@ def _pool(work: ShardWork, workers: int) -> Iterator[Executor]:
 def _submit(pool: Executor, task: Task) -> Future[Any]:
     try:
         return pool.submit(task[0], task[1])
-    except OSError as error:  # a worker was killed while another one was started
+    except (OSError, ValueError) as error:  # a killed worker closed pipes of the one that starts
         raise BrokenProcessPool from error
 
 

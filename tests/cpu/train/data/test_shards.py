@@ -177,6 +177,20 @@ def test_a_worker_that_ends_or_stops_as_it_starts_ends_the_build(tmp_path, monke
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("error", [BrokenPipeError, ValueError("bad value(s) in fds_to_keep")])
+def test_a_worker_killed_while_another_one_starts_ends_the_build(tmp_path, monkeypatch, error):
+    """Python's pool closes its pipes, and gives the next one's the same numbers."""
+
+    def spawned(*words):
+        raise error
+
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(util, "spawnv_passfds", spawned)
+    config = write_rows(tmp_path / "rows.jsonl", 4)
+    with pytest.raises(DataError, match=r"was killed.* same command again"):
+        build_shards(config, tmp_path / "shards", workers=2, rows_per_shard=2)
+
+
 def spoil(path, place=-1):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
