@@ -19,7 +19,7 @@ from packgraph.bench.comparison import attempt_alone, room_for_code
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline, start_anew
 from packgraph.bench.variants import Graphed
-from packgraph.graphs.timer import synchronize
+from packgraph.graphs.backend import synchronize
 from packgraph.models.stack import DecoderStack
 from packgraph.train.config.values import option
 

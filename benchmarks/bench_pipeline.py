@@ -35,10 +35,10 @@ from packgraph.bench.models import (
 from packgraph.bench.options import FIRST, ComparedArguments
 from packgraph.bench.rows import Column, Row, Rows, median, value
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.backend import Stopwatch, synchronize
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.replay import ReplayHandle
-from packgraph.graphs.timer import Stopwatch, synchronize
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.packing.batch import PackedBatch

@@ -16,8 +16,8 @@ from bench_memory import Bank
 
 from packgraph.bench.models import build_part, draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.variants import Graphed
+from packgraph.graphs.backend import synchronize
 from packgraph.graphs.graphed import control
-from packgraph.graphs.timer import synchronize
 from packgraph.packing.capacity import Capacity
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from packgraph.bench.comparison import Comparison, W
 from packgraph.bench.rows import FAILURES, Row, Rows, gibibytes, why
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.backend import synchronize
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
 OUTSIDE = 2 * 2**30  # bytes for what allocates by itself: NCCL, graphs, libraries

@@ -8,8 +8,8 @@ import pytest
 import torch
 from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
+from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.graphed import Control, forward_backward
-from packgraph.graphs.timer import Stopwatch
 from packgraph.train import runners as runner
 from packgraph.train.autotune import FASTER, TIMED
 from packgraph.train.config.values import render

@@ -28,8 +28,8 @@ from packgraph.bench.timing import (
     rounds_in_turn,
     start_anew,
 )
+from packgraph.graphs.backend import synchronize
 from packgraph.graphs.memory.allocator import free_memory
-from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
+from packgraph.graphs.backend import Stopwatch, synchronize
 from packgraph.graphs.memory.allocator import Stretch, free_memory
-from packgraph.graphs.timer import Stopwatch, synchronize
 from packgraph.ops.symmetric_memory import symmetric_bytes
 
 CUDA_DEFAULT_POOL = (0, 0)

@@ -24,6 +24,7 @@ Without a profiler none is made.
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -143,3 +144,44 @@ def sizes_in_short(arguments: Any) -> str:
     batches = [in_short(leaf.capacity) for leaf in leaves if isinstance(leaf, PackedBatch)]
     shapes = ["x".join(map(str, leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return ",".join(batches or shapes[:1])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Marks points in the work of a device; the laps between them are read later.
+
+    now: seconds of the host, which are what is marked where there are no events; tests tell times
+    of their own.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Mark the end of all work given to the device so far, without waiting for it."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(self._now())
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        synchronize(self._device)
+
+    def take_laps(self) -> list[float]:
+        """Milliseconds between consecutive marks, which are then forgotten; waits for the
+        device."""
+        self.wait()
+        pairs = list(zip(self._marks, self._marks[1:]))
+        self._marks = []
+        if self._device.type == "cuda":
+            return [first.elapsed_time(second) for first, second in pairs]
+        return [1000 * (second - first) for first, second in pairs]

@@ -30,7 +30,7 @@ from packgraph.graphs.backend import (
 )
 from packgraph.graphs.checks.calls import DryRun, Place, Uses
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
-from packgraph.graphs.checks.shared_memory import refuse_shared_memory
+from packgraph.graphs.checks.unsupported import refuse_shared_memory
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import Accumulator, GradientBuffer, GradientBuffers
 from packgraph.graphs.key import CallModes, Layout, kernel_settings, layout_of

@@ -20,8 +20,7 @@ from packgraph.graphs.build import (
     check_outputs,
     refuse_changed_inputs,
 )
-from packgraph.graphs.checks.calls import DryRun
-from packgraph.graphs.checks.constants import Constants
+from packgraph.graphs.checks.calls import Constants, DryRun
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content

@@ -55,16 +55,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled
+from packgraph.graphs.checks.host_sync import all_is_compiled, without_watchers
 from packgraph.graphs.errors import (
     PACKAGE,
     CaptureError,
     traced_line,
 )
+from packgraph.graphs.guards import AROUND, OF_OWNER, Classes, Trace, in_words, name_of
 from packgraph.graphs.key import CONSTANTS, neutral
 from packgraph.graphs.program import is_simple, note_trace
 from packgraph.graphs.stages import CompileUnit, State
-from packgraph.graphs.traces import AROUND, OF_OWNER, Classes, Trace, in_words, name_of
 from packgraph.graphs.tracing_errors import TRACING_ERRORS, TRUST, explained
 from packgraph.graphs.unguarded import (
     ABSENCES,
@@ -465,12 +465,7 @@ def _is_put_back(output: Any, variable: Any) -> bool:
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
     """Within the block no mode of ours sees what the tracer does."""
-    from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
-
-    with contextlib.ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), FunctionWatcher):
-            stack.enter_context(_pop_mode_temporarily())
-        stack.enter_context(_disable_current_modes())
+    with without_watchers(), _disable_current_modes():
         yield
 
 

@@ -55,8 +55,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.copy_streams import Copy, CopyStreams
-from packgraph.graphs.timer import Stopwatch
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
 

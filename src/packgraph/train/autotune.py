@@ -33,8 +33,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.fallback import eager
-from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.graphs.recorder.pool import RecordedStorage, RecorderPool
+from packgraph.graphs.recorder.backend import RecordedStorage, RecorderPool
 from packgraph.graphs.stages import (
     GRANULARITIES,
     Run,

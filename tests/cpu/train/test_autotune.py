@@ -13,11 +13,11 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
+from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.graphed import Control, control, graph
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
-from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import single_process
 from packgraph.train import autotune

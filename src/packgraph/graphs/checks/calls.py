@@ -1,13 +1,19 @@
-"""Record of the tensors from outside that captured code reads and writes."""
+"""Record of what captured code uses: tensors from outside, and tensors that it makes of numbers.
 
-from collections.abc import Sequence
+`torch.tensor([1.0, 2.0], device=...)` copies from the host, which a graph cannot hold. Such
+constants are made in the dry run and kept in the order of the calls; in a capture each call gets a
+copy, which the graph makes on the device. Other numbers than in the dry run are an error. Only
+plain numbers in lists and tuples are taken: an array may change where nobody looks.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
 
-from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.host_sync import CodeWatcher, shapes_only
+from packgraph.graphs.checks.host_sync import CodeWatcher, FunctionWatcher, shapes_only
 from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
     flat,
@@ -16,7 +22,122 @@ from packgraph.graphs.checks.operations import (
     storages,
     tensors_of,
 )
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guards import Guards
+
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_OUTSIDE = "make the tensor once outside, or use torch.full / new_zeros / arange"
+_VARIES = "pass what changes from call to call to forward as an argument, as a tensor"
+
+
+class _Kept(NamedTuple):
+    """A constant. facts: the numbers it was made of, and the options."""
+
+    facts: str
+    tensor: torch.Tensor
+
+
+class Constants:
+    """The constants of one key, in the order in which forward makes them."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._next = 0
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Within the block, a run of captured code in a dry run, constants are made and kept."""
+        with _Making(self._remember):
+            yield
+
+    @contextlib.contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Within the block, a run of captured code in a capture, constants are copies of those that
+        were kept.
+
+        Where none were kept nothing is changed: compiled code would notice.
+        """
+        with _Making(self._hand_out) if self._kept else contextlib.nullcontext():
+            yield
+
+    def start_over(self) -> None:
+        """The next constant is the first again: a capture begins."""
+        self._next = 0
+
+    def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # who refuses copies need not see it
+            made: torch.Tensor = func(*args, **kwargs).detach()
+        self._kept.append(_Kept(_facts(func, args, kwargs), made))
+        return _own(made, kwargs)
+
+    def _hand_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        facts = _facts(func, args, kwargs)
+        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        self._next += 1
+        if kept is None or kept.facts != facts:
+            raise CaptureError(
+                f"torch.{func.__name__} is given other numbers than in the run before: a graph "
+                "would "
+                "freeze them",
+                user_line(),
+                _VARIES,
+            )
+        return _own(kept.tensor, kwargs)
+
+
+class _Making(FunctionWatcher):
+    """Has `make` make the constants of the code that runs in it."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _MAKERS:
+            return func(*args, **kwargs)
+        data = _data(func, args, kwargs)
+        if isinstance(data, torch.Tensor):
+            return func(*args, **kwargs)
+        if not _is_plain(data):
+            raise CaptureError(
+                f"torch.{func.__name__} copies host values inside a captured stage, and a graph "
+                "would "
+                f"freeze them: they come from a {type(data).__name__}, which may change unseen",
+                user_line(),
+                _OUTSIDE,
+            )
+        return self._make(func, args, kwargs)
+
+
+def _own(kept: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy that captured code may write to."""
+    with torch.no_grad():
+        made = kept.clone()
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the data that a tensor is to be made of."""
+    place = 1 if func is torch.Tensor.new_tensor else 0
+    return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+
+
+def _is_plain(data: Any) -> bool:
+    """Returns whether `data` is a number or nested lists and tuples of numbers."""
+    if isinstance(data, list | tuple | range):
+        return all(map(_is_plain, data))
+    return isinstance(data, int | float | complex)
+
+
+def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """All that decides about the constant, in a form that compares NaN and types too."""
+    options = {name: value for name, value in kwargs.items() if name not in ("data", "obj")}
+    place = 1 if func is torch.Tensor.new_tensor else 0
+    like = (args[0].dtype, args[0].device) if place else None
+    return repr(
+        (func.__name__, _data(func, args, kwargs), args[place + 1 :], sorted(options.items()), like)
+    )
 
 
 class DryRun(NamedTuple):

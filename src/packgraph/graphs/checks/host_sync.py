@@ -20,7 +20,11 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packgraph.graphs.checks.operations import (
@@ -209,6 +213,16 @@ class FunctionWatcher(TorchFunctionMode):
     user's."""
 
 
+@contextlib.contextmanager
+def without_watchers() -> Iterator[None]:
+    """Within the block no function mode of ours is there: torch.compile would take its Python for
+    the user's."""
+    with contextlib.ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), FunctionWatcher):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
 class HostReads(FunctionWatcher):
     """Refuses reads of tensors by the host that the CPU's dispatcher does not see."""
 
@@ -236,7 +250,7 @@ def compiled_stages(there: bool = True, fixed: bool = False) -> Iterator[None]:
 
     Otherwise it gives way to them, and a function that the user has compiled runs operation by
     operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
-    the watchers itself (graphs/compiled/opaque.py).
+    the watchers itself (graphs/compiled/compiler.py).
     """
     token, all_token = _COMPILED.set(there), _FIXED.set(fixed)
     try:

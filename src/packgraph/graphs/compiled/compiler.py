@@ -12,34 +12,227 @@ again, counted with its place. The invariants: nothing runs uncompiled in silenc
 graph, or code that would have to be compiled over and over, is a CaptureError at the user's line);
 forward and backward are both there after the first call, so that a capture compiles nothing; every
 call, replayed or not, runs the same code.
+
+A dispatch mode that watches operations cannot look into compiled code. So the rules of a dry run
+are applied to the traced operations while they are compiled (`refuse_unsafe_graph`), and the code
+presents itself to such a mode as one operation with a schema (`CompiledCode`). Without a mode
+nothing stands between autograd and the code.
+
+Each segment of a call has graphs of its own. Its backward adds to `.grad` of weights that no other
+segment uses, and returns the gradients of all others, which autograd adds up. Eager calls of the
+same code count uses (`ForwardUses`) and do the same, so both add in one order.
 """
 
 import contextlib
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils import _python_dispatch
 
 from packgraph.graphs.checkpointed import FULL, checkpointed, draws
-from packgraph.graphs.checks.host_sync import all_is_compiled
-from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
+from packgraph.graphs.checks.host_sync import (
+    LEAVE_OUT,
+    CodeWatcher,
+    all_is_compiled,
+    way_out,
+    without_watchers,
+)
+from packgraph.graphs.checks.operations import DATA_DEPENDENT
 from packgraph.graphs.compiled.products import AddingCode, take_products
-from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
-from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.errors import CaptureError, traced_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.front import Code, TracedCode, chain, shapes_of
+from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.graphs.tracing_errors import COMPILE, definition, explained
 from packgraph.packing.batch import Field, PackedBatch, layout_of
+
+
+class CompiledCode:
+    """A compiled forward or backward. function: takes a list of tensors and numbers, which it
+    empties, and returns a list or tuple. mutated: which of them it changes in place. note: is shown
+    the inputs of every call.
+
+    Has what watchers ask an operation of torch for: name, namespace, schema and tags.
+    """
+
+    namespace = "packgraph_compiled"
+    tags: tuple[torch.Tag, ...] = ()
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Sequence[Any]],
+        name: str,
+        inputs: int,
+        mutated: frozenset[int],
+        note: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        self.function, self.note = function, note
+        self._boxed_call = (
+            True  # tells AOTAutograd that it may hand over its list, so that inputs are freed early
+        )
+        self.overloadpacket = SimpleNamespace(__name__=name)
+        self._schema = SimpleNamespace(
+            is_mutable=bool(mutated),
+            arguments=[
+                SimpleNamespace(
+                    name=f"input {number}", alias_info=_WRITTEN if number in mutated else None
+                )
+                for number in range(inputs)
+            ],
+        )
+
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        """Run it: on one list, as AOTAutograd calls it, or on the list's entries, as watchers
+        do."""
+        boxed: list[Any] = (
+            arguments[0]
+            if len(arguments) == 1 and isinstance(arguments[0], list)
+            else list(arguments)
+        )
+        mode = _python_dispatch._get_current_dispatch_mode()
+        if isinstance(mode, CodeWatcher):
+            with _python_dispatch._pop_mode_temporarily():
+                return mode.__torch_dispatch__(self, (), tuple(boxed), {})
+        if self.note is not None:
+            self.note(boxed)
+        with without_watchers():
+            return self.function(boxed)
+
+    def __repr__(self) -> str:
+        return f"{self.namespace}.{self.overloadpacket.__name__}"
+
+
+_WRITTEN = SimpleNamespace(is_write=True)
+
+
+def written_inputs(graph: torch.fx.GraphModule) -> frozenset[int]:
+    """The inputs of an AOTAutograd graph that it writes to: their new values are copied in at its
+    end.
+
+    Raises CaptureError for changes that AOTAutograd makes after the code has run.
+    """
+    context = torch._guards.TracingContext.try_get()
+    facts = context.fw_metadata if context is not None else None
+    if facts is not None and facts.mutated_inp_runtime_indices:
+        raise CaptureError(
+            "a tensor from outside is changed in place in a way that compiled code cannot hold "
+            "(its "
+            "shape, or while it needs a gradient)",
+            "",
+            f"write to a new tensor. {LEAVE_OUT}",
+        )
+    places = {node: number for number, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    written = [
+        node.args[0]
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        and node.args
+        and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    ]
+    return frozenset(
+        places[node] for node in written if isinstance(node, torch.fx.Node) and node in places
+    )
+
+
+def refuse_unsafe_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Raise CaptureError, at the user's line if torch knows it, for the first operation that a
+    graph cannot hold.
+
+    inputs: (fake) tensors and numbers that the graph was traced with.
+    """
+    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if DATA_DEPENDENT & set(getattr(node.target, "tags", ())) and not _is_indexing(node):
+            raise CaptureError(
+                f"{name} waits for the device inside a compiled stage: its result is needed on the "
+                "host",
+                _line(node),
+                way_out(name),
+            )
+        elsewhere = _device(node)
+        if elsewhere is not None and devices and elsewhere not in devices:
+            raise CaptureError(
+                f"{name} makes a tensor on the {elsewhere} inside a compiled stage on "
+                f"{' and '.join(sorted(devices))}: a graph would freeze it",
+                _line(node),
+                "make the tensor on the device, or outside of the stage",
+            )
+
+
+def _is_indexing(node: torch.fx.Node) -> bool:
+    """Returns whether the shape of the result is known after all: indexing by numbers is tagged
+    like indexing by a mask."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and all(
+        isinstance(n, int) for n in node.meta["val"].shape
+    )
+
+
+def _device(node: torch.fx.Node) -> str | None:
+    value = node.meta.get("val")
+    return (
+        value.device.type
+        if isinstance(value, torch.Tensor) and value.device.type != "meta"
+        else None
+    )
+
+
+def _line(node: torch.fx.Node) -> str:
+    return traced_line(node.stack_trace)
+
+
+class ForwardUses:
+    """Weights that a forward uses, by address, and their segments."""
+
+    def __init__(self) -> None:
+        self._segment = 0
+        self._uses: set[tuple[int, int]] = set()
+
+    def next_segment(self) -> None:
+        """The next segment of the call begins."""
+        self._segment += 1
+
+    def use(self, addresses: set[int]) -> None:
+        """A piece uses these weights."""
+        self._uses |= {(address, self._segment) for address in addresses}
+
+    def summed(self) -> set[int]:
+        """Weights of several segments."""
+        segments = Counter(address for address, _ in self._uses)
+        return {address for address, count in segments.items() if count > 1}
+
+
+class WeightUses:
+    """now: the forward that is counted, None where nobody counts. draws: how often code was called
+    that draws random numbers."""
+
+    def __init__(self) -> None:
+        self.now: ForwardUses | None = None
+        self.draws = 0
+
+    def note_drawing(self, arguments: Sequence[Any]) -> None:
+        """Such code is called, and draws random numbers."""
+        self.draws += 1
+        self.note(arguments)
+
+    def note(self, arguments: Sequence[Any]) -> None:
+        """A forward's code is called; one that a backward makes again uses what it has used."""
+        if self.now is not None and not in_backward():
+            self.now.use({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
+
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
@@ -126,7 +319,7 @@ class Compiler:
         modes = tuple([getattr(piece.owner, "training", None) for piece in pieces])
         key = (tuple(pieces), modes, shapes_of(state))
         codes = self._codes.setdefault(key, [])
-        with unguarded():
+        with without_watchers():
             for piece, code in zip(pieces, list(codes), strict=False):
                 state = self._call(piece, code, state)
             for piece in pieces[
@@ -263,7 +456,7 @@ def _again(code: Code, piece: CompileUnit, uses: WeightUses, state: State) -> St
     """Run code that a backward may call again, in its own thread. Raises CaptureError where it
     draws random numbers: they lie inside of it, where nothing keeps them."""
     before = uses.draws
-    with unguarded():
+    with without_watchers():
         made = code(piece.owner, state)
     if uses.draws > before and piece.recompute == FULL:
         raise CaptureError(

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from packgraph.graphs.timer import synchronize
+from packgraph.graphs.backend import synchronize
 from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention.api import choose_backend

@@ -20,8 +20,7 @@ from tracekit import differences
 
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
-from packgraph.graphs.compiled.opaque import CompiledCode
-from packgraph.graphs.compiled.traced import refuse_unsafe_graph
+from packgraph.graphs.compiled.compiler import CompiledCode, refuse_unsafe_graph
 from packgraph.graphs.errors import PackgraphWarning, traced_line
 from packgraph.graphs.fallback import CAPTURE_FAILED
 from packgraph.graphs.stages import Stage, run_stages

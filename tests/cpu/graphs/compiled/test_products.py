@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packgraph
-from packgraph.graphs.compiled.opaque import CompiledCode
+from packgraph.graphs.compiled.compiler import CompiledCode
 from packgraph.graphs.compiled.products import AddingCode, Product, take_products
 from packgraph.graphs.fallback import SAVED_TENSOR_HOOKS
 from packgraph.graphs.stages import Stage, run_stages
