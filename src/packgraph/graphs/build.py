@@ -76,6 +76,7 @@ from packgraph.graphs.region import (
 from packgraph.graphs.replay import ProfiledGraph, Variant, direct_replay
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.stages import Run, State
+from packgraph.torch_internals import version_of
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class VariantBuild:
         """Capture the forward of a run."""
         shown, inputs, leaves, origins = self._static_inputs(state)
         facts = shown_facts(hide_lengths(state))
-        versions = [leaf._version for leaf in leaves]
+        versions = [version_of(leaf) for leaf in leaves]
         torch.clear_autocast_cache()
         uses = Uses(self.storages)
         captured, (result, aliases) = self.window.capture(
@@ -600,7 +601,7 @@ class VariantBuild:
 def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name: str) -> None:
     """Raise CaptureError when captured code, called `name`, has written to one of its inputs.
     versions: before."""
-    if versions != [leaf._version for leaf in inputs]:
+    if versions != [version_of(leaf) for leaf in inputs]:
         raise CaptureError(
             f"{name} changes one of its inputs in place",
             user_line(),

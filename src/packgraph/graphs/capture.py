@@ -101,23 +101,23 @@ class Capturer:
         self.training = training
 
     def knows(self, key: Hashable) -> bool:
-        """Whether calls of `key` were captured."""
+        """Returns whether calls of `key` were captured."""
         return key in self._dry_runs
 
     @property
     def is_full(self) -> bool:
-        """Whether no further key is captured."""
+        """Returns whether no further key is captured."""
         return len(self._dry_runs) >= MAX_KEYS
 
     def failed(self, key: Hashable) -> bool:
-        """Whether calls of `key` run eagerly because a capture failed, and nothing has changed that
-        might help."""
+        """Returns whether calls of `key` run eagerly because a capture failed, and nothing has
+        changed that might help."""
         if self.cache.failed and self.cache.joint.is_alone and self._failed_at != self._versions():
             self.cache.forgive()
         return self.cache.has_failed(key)
 
     def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether nothing has changed that graphs of `key` have baked, for a call."""
+        """Returns whether nothing has changed that graphs of `key` have baked, for a call."""
         seen = self._dry_runs.get(key)
         return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
 
@@ -209,15 +209,15 @@ class Capturer:
         return found
 
     def confirm(self) -> bool:
-        """Whether all ranks begin the capture that they agreed on in this call."""
+        """Returns whether all ranks begin the capture that they agreed on in this call."""
         failed = self.cache.joint.confirm()
         if failed is not None:
             self._tell_apart(failed.what)
         return failed is None
 
     def is_captured(self, call: Signature, slot: Slot) -> bool:
-        """Whether the slot has graphs for this key, with a backward for all that is known of its
-        gradients."""
+        """Returns whether the slot has graphs for this key, with a backward for all that is known
+        of its gradients."""
         variant = slot.variants.get(call.key)
         return variant is not None and variant.is_current
 
@@ -323,7 +323,7 @@ class Capturer:
             self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
-        """Whether the stages of calls like this are compiled."""
+        """Returns whether the stages of calls like this are compiled."""
         return key in self._compiled
 
     def compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

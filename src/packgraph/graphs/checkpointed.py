@@ -38,6 +38,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from packgraph.torch_internals import schema_of
+
 State = dict[str, Any]
 FULL, SELECTIVE = "full", "selective"
 LAYER_INPUT = "layer_input"  # the block, for offloading, of what recomputation begins with
@@ -175,7 +177,7 @@ def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Tells whether an operation draws random numbers. Raises RuntimeError if it does in place."""
     if not draws(operation, args, kwargs):
         return False
-    if operation._schema.is_mutable:
+    if schema_of(operation).is_mutable:
         raise RuntimeError(
             f"recomputation: {operation.name()} draws random numbers into a tensor in place, which "
             "the backward would draw anew: use torch.native_dropout or another operation that "
@@ -188,7 +190,7 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     """Returns whether an operation of torch draws random numbers with these arguments."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    for number, argument in enumerate(operation._schema.arguments):
+    for number, argument in enumerate(schema_of(operation).arguments):
         if argument.name == "dropout_p":  # of attention, which draws nothing without
             given = args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)
             return bool(given != 0.0)

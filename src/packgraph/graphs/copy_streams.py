@@ -29,6 +29,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from packgraph.torch_internals import below_modes
+
 ALIGNMENT = 512
 SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
 
@@ -186,7 +188,7 @@ def placed(
 def _cut(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
     """A part of `memory`. Nobody sees it cut: who watches what captured code reads would keep host
     memory for the graphs."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with below_modes():
         return memory[start : start + nbytes]
 
 

@@ -38,6 +38,7 @@ from packgraph.graphs.program import (
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.trust import Trusted
 from packgraph.graphs.undone import compiled_code, explained, undone
+from packgraph.torch_internals import version_of
 
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
@@ -172,7 +173,7 @@ class _CheckedRun:
             self.constants.remembering(),
             CaptureChecker(self.journal, refuse=True, device=self.device) as watch,
         ):
-            versions, mode = [leaf._version for leaf in given], torch.is_grad_enabled()
+            versions, mode = [version_of(leaf) for leaf in given], torch.is_grad_enabled()
             outside = [*self.parameters, *self.buffers, *given]
             forms = list(map(_form, outside))
             result = self.program.run(run, shown)

@@ -23,6 +23,14 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from packgraph.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    saved_tensor_hooks,
+    tracing_state,
+    transform,
+)
+
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
 
@@ -344,24 +352,24 @@ READING = False  # whether a module is read for a capture: graphed ones in it co
 def is_traced() -> bool:
     """Returns whether torch.compile, torch.export or torch.jit reads the caller's code instead of
     running it."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or tracing_state() is not None
 
 
 def reason_around() -> str | None:
     """Returns why an untraced call made here must run eagerly, or None."""
     if torch.is_inference_mode_enabled():
         return INFERENCE
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transform() is not None:
         return TRANSFORMED
     if forward_ad._current_level >= 0:
         return TANGENTS
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+    if saved_tensor_hooks() is not None:
         return SAVED_TENSOR_HOOKS
     if torch.is_anomaly_enabled():
         return ANOMALY
-    functions = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    functions = _get_current_function_mode_stack() if function_modes() else ()
     # What torch.set_default_device says captured code has obeyed.
-    if torch._C._len_torch_dispatch_stack() or (
+    if dispatch_modes() or (
         functions and not all(isinstance(mode, DeviceContext) for mode in functions)
     ):
         return MODES

@@ -217,7 +217,7 @@ def _forget(ends: Sequence[Any]) -> None:
 
 
 class _Answers(dict[Any, Any]):
-    """What code is told that asks whether it is traced. Ours, `_TOLD` and torch's of groups, which
+    """Answers for code that asks whether it is traced. Ours, `_TOLD` and torch's of groups, which
     have blocks that Dynamo cannot read and need not, are told the truth; all other code what a
     plain call would tell."""
 
@@ -442,8 +442,8 @@ def _refuse_effects(output: Any) -> None:
 
 
 def _is_put_back(output: Any, variable: Any) -> bool:
-    """Whether what the traced code sets has in the end the value that it had; a guard sees to it
-    that it has it before the next call, too."""
+    """Returns whether what the traced code sets has in the end the value that it had; a guard sees
+    to it that it has it before the next call, too."""
     items = vars(variable).get("items")
     if isinstance(items, dict | list) and not items:
         scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}

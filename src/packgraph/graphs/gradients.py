@@ -63,17 +63,17 @@ from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor, storage_of
 from packgraph.graphs.slots import Launches
+from packgraph.torch_internals import backward_task, below_modes, storage_uses
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
 _GRADIENT = operator.attrgetter("grad")
-_storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 def _counts_of_a_gradient() -> tuple[int, int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    uses = int(_storage_uses(storage_of(grad)))
+    uses = int(storage_uses(storage_of(grad)))
     return sys.getrefcount(grad), uses, sys.getrefcount(grad.untyped_storage())
 
 
@@ -126,7 +126,7 @@ class GradientBuffer:
         # more.
         return (
             sys.getrefcount(self.shown) > 2
-            or _storage_uses(self._storage) > _USES + 1
+            or storage_uses(self._storage) > _USES + 1
             or _is_storage_held(self.tensor)
         )
 
@@ -220,7 +220,7 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             grad is not None
             and (
                 sys.getrefcount(grad) > _REFERENCES
-                or _storage_uses(storage_of(grad)) > _USES
+                or storage_uses(storage_of(grad)) > _USES
                 or _is_storage_held(grad)
                 or not _placed_alike(grad, buffer.tensor)
             )
@@ -385,7 +385,7 @@ _ACCUMULATORS: dict[int, "Accumulator"] = {}  # by autograd's number of the runn
 
 def add_waiting_gradients() -> None:
     """Adds what waits to be added, within a backward: by a node of it or at its end."""
-    accumulator = _ACCUMULATORS.get(torch._C._current_graph_task_id())
+    accumulator = _ACCUMULATORS.get(backward_task())
     if accumulator is not None:
         accumulator.add()
 
@@ -428,7 +428,7 @@ class Accumulator:
             if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
                 return None
             if self._task is None:
-                self._task = torch._C._current_graph_task_id()
+                self._task = backward_task()
                 _ACCUMULATORS[self._task] = self
             self._waiting.append((local_tensor(buffer), gradient))
             self._bytes += gradient.numel() * gradient.element_size()
@@ -466,6 +466,6 @@ def without_memory(gradient: torch.Tensor | None) -> torch.Tensor | None:
     local = local_tensor(gradient)
     if type(local) is not torch.Tensor:
         return None
-    with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+    with below_modes(), torch.no_grad():
         one = local.new_empty(()).expand(local.shape)
     return with_local(gradient, one)

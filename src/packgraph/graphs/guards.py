@@ -17,7 +17,7 @@ import itertools
 import marshal
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,16 +27,16 @@ from torch._C._dynamo.guards import dict_version
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
 
-from packgraph.graphs import parameters
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.key import CONSTANTS, neutral, row_major
-from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
+from packgraph.graphs.parameters import HookedParameters, has_hooks, local_tensor
 from packgraph.graphs.unguarded import refuse_compiled_method, refuse_value
 
 _FLAG = ".READING"  # of fallback.py
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 # Modes of a call are in its key, and are others in its backward, where guards are asked, too.
 _MODES = ("GRAD_MODE", "GLOBAL_STATE")
+_Check = Callable[[dict[str, Any]], bool]
 
 
 class Trace:
@@ -48,6 +48,10 @@ class Trace:
         names: Of the tensors from outside, in words.
         kept: Calls of functions with a cache: the function and its arguments.
         are_fixed: Whether numbers of which there are others alike lie in nothing that may change.
+        holds_of: Tells of the variables of a call whether guards of the state, which is among
+            them, and of the modes of the call hold.
+        holds: Does so of guards of the owner; asked within `neutral`.
+        holds_around: Does so of guards of what is the same for all owners; asked within `neutral`.
     """
 
     def __init__(
@@ -66,6 +70,9 @@ class Trace:
         self.kept: tuple[Any, ...] = ()
         # Each has weak references that tell its manager of objects that are gone.
         self._of_state, self._of_owner, self._around = guards
+        self.holds_of: _Check = self._of_state.guard_manager.check
+        self.holds: _Check = self._of_owner.guard_manager.check
+        self.holds_around: _Check = self._around.guard_manager.check
         self.classes = classes
         self._globals = function.__globals__
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -82,11 +89,11 @@ class Trace:
         )
 
     def does_as(self, other: "Trace") -> bool:
-        """Whether two traces of a function compute the same."""
+        """Returns whether two traces of a function compute the same."""
         return self.code == other.code
 
     def fits(self, owner: Any, state: Any) -> bool:
-        """Whether everything that was read is as it was traced."""
+        """Returns whether everything that was read is as it was traced."""
         scope = self.scope(owner)
         if not self.holds_of(scope | {"state": state}):
             return False
@@ -97,21 +104,6 @@ class Trace:
     def scope(self, owner: Any) -> dict[str, Any]:
         """The variables of a call, the state left out, for `holds`, `holds_of` and `read`."""
         return {"owner": owner, **self._cells}
-
-    def holds(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of the owner hold; asked within `neutral`."""
-        found: bool = self._of_owner.guard_manager.check(scope)
-        return found
-
-    def holds_around(self, scope: dict[str, Any]) -> bool:
-        """Whether guards hold of what is the same for all owners; asked within `neutral`."""
-        found: bool = self._around.guard_manager.check(scope)
-        return found
-
-    def holds_of(self, scope: dict[str, Any]) -> bool:
-        """Whether guards of the state hold, which is in `scope`, and of the modes of the call."""
-        found: bool = self._of_state.guard_manager.check(scope)
-        return found
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """The tensors and our objects from outside as they are now, by `names`, and numbers of
@@ -125,7 +117,7 @@ class Trace:
         return [value for value in read if isinstance(value, torch.Tensor)]
 
     def is_read_as(self, now: tuple[Any, ...]) -> bool:
-        """Whether numbers have the bits that they had."""
+        """Returns whether numbers have the bits that they had."""
         return marshal.dumps(_numbers(now[len(self.names) :]), 2) == self._bits
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
@@ -202,7 +194,7 @@ class Classes:
         return [not one and not flag for one, flag in zip(outside, flags, strict=True)]
 
     def hold(self) -> bool:
-        """Whether nothing has changed."""
+        """Returns whether nothing has changed."""
         now = list(map(dict_version, self._tables))
         if now == self._versions:
             return True
@@ -234,8 +226,8 @@ def _names(kind: type) -> set[str]:
 
 
 def _may_be_alike(value: Any) -> bool:
-    """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
-    (1,) and (1.0,)."""
+    """Returns whether there are other values that Python, and so a guard, takes for this one: 0.0
+    and -0.0, (1,) and (1.0,)."""
     if type(value) is float:
         return value == 0.0
     return isinstance(value, tuple | complex | frozenset) and not isinstance(value, torch.Size)
@@ -298,10 +290,6 @@ _ARGUMENT = (
 _NOTHING = contextlib.nullcontext()
 _SHAPE = torch.Tensor.size
 _NEEDS_GRADIENT = operator.attrgetter("requires_grad")
-_HOOKS, _LATE_HOOKS = (
-    operator.attrgetter("_backward_hooks"),
-    operator.attrgetter("_post_accumulate_grad_hooks"),
-)
 
 
 class Change(NamedTuple):
@@ -395,13 +383,12 @@ class Guards:
         self._locals = list(map(local_tensor, tensors))
         self._pointers = list(map(torch.Tensor.data_ptr, self._locals))
         self._forms = self._forms_now()
-        self._free = [tensor for tensor in tensors if not has_hooks(tensor)]
+        self._free = HookedParameters([one for one in tensors if not has_hooks(one)])
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
-        self._hooks_made = hooks_made()
 
     @property
     def recomputes(self) -> bool:
-        """Whether a backward runs code of a forward again."""
+        """Returns whether a backward runs code of a forward again."""
         return any(used.trace.recomputes for used in self._used)
 
     def _use(self, trace: "Trace", owner: Any) -> tuple[Any, ...]:
@@ -421,7 +408,8 @@ class Guards:
         self._lists.append((trace, owner, trace.modules(owner)))
 
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
-        """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
+        """Returns whether nothing has changed that the graphs have baked. args, kwargs: Of a
+        call."""
         whole = self._whole and args is not None
         if whole:
             first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
@@ -512,14 +500,4 @@ class Guards:
         return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
 
     def _hooks_hold(self) -> bool:
-        made = hooks_made()
-        if parameters.COUNT_HOOKS and self._hooks_made == made:  # there are no more than there were
-            return not self._hooked or all(map(has_hooks, self._hooked))
-        holds = (
-            not any(map(_HOOKS, self._free))
-            and not any(map(_LATE_HOOKS, self._free))
-            and all(map(has_hooks, self._hooked))
-        )
-        if holds:
-            self._hooks_made = made
-        return holds
+        return self._free.have_none() and all(map(has_hooks, self._hooked))

@@ -21,6 +21,16 @@ from packgraph.graphs import fallback
 from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.torch_internals import (
+    ATTENTION,
+    KERNEL_SETTINGS,
+    attention_order,
+    attention_reduces,
+    cudnn_enabled,
+    function_modes,
+    set_attention_order,
+    set_cudnn_enabled,
+)
 
 CONSTANTS = (
     bool,
@@ -83,35 +93,7 @@ class Signature(NamedTuple):
     size: tuple[bool, int]
 
 
-def _getters(backend: str) -> tuple[Callable[[], Any], ...]:
-    """Getters of torch's precisions. torch.get_float32_matmul_precision raises an error where a
-    user has set the precision of one backend."""
-    return tuple(
-        partial(torch._C._get_fp32_precision_getter, backend, operation)
-        for operation in ("matmul", "conv", "rnn")
-    )
-
-
-# Settings by which kernels compute, by type of device, and those that choose between kernels or
-# that code may ask for. They are read before every call, each in C.
-_KERNELS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "cpu": (
-        torch._C._get_deterministic_algorithms,
-        *_getters("mkldnn"),
-        torch._C._get_mkldnn_enabled,
-    ),
-    "cuda": (
-        torch._C._get_deterministic_algorithms,
-        *_getters("cuda"),
-        torch._C._get_cudnn_benchmark,
-        torch._C._get_cudnn_deterministic,
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        torch._C._get_cublas_allow_fp16_accumulation,
-        torch._C._get_blas_preferred_backend,
-        torch._C._get_linalg_preferred_backend,
-    ),
-}
+# Settings that choose between kernels, or that code may ask for. They are read before every call.
 _MODES: tuple[Callable[[], Any], ...] = (
     torch.is_grad_enabled,
     partial(torch.is_autocast_enabled, "cpu"),
@@ -120,18 +102,15 @@ _MODES: tuple[Callable[[], Any], ...] = (
     partial(torch.get_autocast_dtype, "cuda"),
     torch.is_autocast_cache_enabled,
     torch.get_default_dtype,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    cudnn_enabled,
+    *(is_enabled for is_enabled, _ in ATTENTION.values()),
+    attention_reduces,
 )
 
 
 def kernel_settings(device_type: str) -> tuple[Any, ...]:
     """Global settings by which kernels of forwards and backwards compute otherwise."""
-    return tuple(map(operator.call, _KERNELS[device_type]))
+    return tuple(map(operator.call, KERNEL_SETTINGS[device_type]))
 
 
 def call_key(
@@ -156,10 +135,10 @@ def call_key(
         len(args),
         tuple(kwargs),
         tuple(facts),
-        tuple(map(operator.call, _KERNELS[device.type])),
+        tuple(map(operator.call, KERNEL_SETTINGS[device.type])),
         tuple(map(operator.call, _MODES)),
-        tuple(torch._C._get_sdp_priority_order()),
-        str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
+        tuple(attention_order()),
+        str(torch.get_default_device()) if function_modes() else None,
     )
 
 
@@ -417,9 +396,6 @@ def _is_dense(strides: tuple[int, ...], shape: torch.Size | tuple[int, ...]) -> 
     return True
 
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-
-
 class CallModes(NamedTuple):
     """Modes of a call.
 
@@ -442,7 +418,7 @@ class CallModes(NamedTuple):
     @classmethod
     def now(cls, device_type: str) -> "CallModes":
         """The modes of this thread."""
-        found = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _ATTENTION]
+        found = [is_enabled() for is_enabled, _ in ATTENTION.values()]
         return cls(
             device_type,
             (
@@ -451,9 +427,9 @@ class CallModes(NamedTuple):
                 torch.is_autocast_cache_enabled(),
             ),
             torch.get_default_dtype(),
-            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-            (tuple(found), tuple(torch._C._get_sdp_priority_order())),
-            torch._C._get_cudnn_enabled(),
+            torch.get_default_device() if function_modes() else None,
+            (tuple(found), tuple(attention_order())),
+            cudnn_enabled(),
         )
 
     @contextlib.contextmanager
@@ -478,11 +454,11 @@ class CallModes(NamedTuple):
         if self.dtype != now.dtype:
             torch.set_default_dtype(self.dtype)
         if self.attention != now.attention:
-            for name, enabled in zip(_ATTENTION, self.attention[0], strict=True):
-                getattr(torch._C, f"_set_sdp_use_{name}")(enabled)
-            torch._C._set_sdp_priority_order(list(self.attention[1]))  # type: ignore[attr-defined]
+            for (_, enable), enabled in zip(ATTENTION.values(), self.attention[0], strict=True):
+                enable(enabled)
+            set_attention_order(list(self.attention[1]))
         if self.cudnn != now.cudnn:
-            torch._C._set_cudnn_enabled(self.cudnn)
+            set_cudnn_enabled(self.cudnn)
 
 
 @contextlib.contextmanager

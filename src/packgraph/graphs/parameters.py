@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.backend import Static, Window
+from packgraph.torch_internals import backward_task, storage_id, will_run
 
 _COMMON = {
     bool,
@@ -47,7 +48,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory: the same for all its views."""
-    return int(local_tensor(tensor).untyped_storage()._cdata)
+    return int(storage_id(local_tensor(tensor)))
 
 
 _SHARDED, _STANDS_FOR = "packgraph_sharded", "packgraph_stands_for"
@@ -202,15 +203,15 @@ def without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             RemovableHandle(OrderedDict())
 
 
-# How many hooks this process has registered, on whatever; None where torch does not count them.
-hooks_made: Callable[[], int | None] = partial(getattr, RemovableHandle, "next_id", None)
+# Counts hooks that this process has registered, on whatever; None where torch does not count them.
+_hooks_made: Callable[[], int | None] = partial(getattr, RemovableHandle, "next_id", None)
 
 
 def _hooks_are_counted() -> bool:
-    counts = [hooks_made()]
+    counts = [_hooks_made()]
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         getattr(torch.zeros(1, requires_grad=True), register)(lambda _: None)
-        counts.append(hooks_made())
+        counts.append(_hooks_made())
     return None not in counts and len(set(counts)) == len(counts)
 
 
@@ -227,7 +228,7 @@ class HookedParameters:
 
     def have_none(self) -> bool:
         """Returns whether no parameter has hooks of any kind."""
-        made = getattr(RemovableHandle, "next_id", None)
+        made = _hooks_made()
         if COUNT_HOOKS and made == self._made:
             return True
         if any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)):
@@ -337,9 +338,7 @@ class _Visit:
 
     def _ends(self, *_: object) -> None:
         self._seen.is_absent = False
-        if (
-            torch._C._current_graph_task_id() != self._task
-        ):  # a backward within this one, or in another thread
+        if backward_task() != self._task:  # a backward within this one, or in another thread
             return
         for handle in self._handles:
             handle.remove()
@@ -359,13 +358,9 @@ def expect_visits(
     """
     if not any(map(_HOOKS, parameters)) and not any(map(_LATE_HOOKS, parameters)):
         return
-    task = torch._C._current_graph_task_id()
+    task = backward_task()
     for (node, _), parameter, gradient in zip(nodes, parameters, gradients, strict=True):
-        if (
-            gradient is None
-            and (_HOOKS(parameter) or _LATE_HOOKS(parameter))
-            and torch._C._will_engine_execute_node(node)
-        ):
+        if gradient is None and (_HOOKS(parameter) or _LATE_HOOKS(parameter)) and will_run(node):
             _Visit(parameter, node, task)
 
 
@@ -406,11 +401,11 @@ class ParameterEdge:
 
     def is_wanted(self) -> bool:
         """Returns whether the running backward goes to any of the parameters."""
-        return bool(self.parameters) and _runs(self.tensor.grad_fn)
+        return bool(self.parameters) and will_run(self.tensor.grad_fn)
 
     def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Hand gradients of the parameters to autograd; returns what the node has to be given."""
-        before = self._delivered.get(task := torch._C._current_graph_task_id())
+        before = self._delivered.get(task := backward_task())
         found = list(gradients)
         if before is not None:
             found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
@@ -419,13 +414,13 @@ class ParameterEdge:
 
     def delivers(self) -> bool:
         """Returns whether gradients of the running backward are on their way to autograd."""
-        return torch._C._current_graph_task_id() in self._delivered
+        return backward_task() in self._delivered
 
     def is_whole(self) -> bool:
         """Returns whether the running backward is that of `loss.backward()`."""
         if self._node is None:
             self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-        return _runs(self._node)
+        return will_run(self._node)
 
 
 class _Delivery:
@@ -454,10 +449,6 @@ class _Delivery:
         return self._gradients
 
 
-def _runs(node: Any) -> bool:
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-
-
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     if one is None or other is None:
         return other if one is None else one
@@ -483,7 +474,7 @@ class _AllParameters(torch.autograd.Function):
         parameters = ctx.parameters.parameters
         gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
         if signal is not None:
-            gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
+            gradients = ctx.delivered.pop(backward_task()).take()
         if not ctx.parameters.have_none():
             expect_visits(ctx.next_functions, parameters, gradients)
         return (None, None, *gradients)

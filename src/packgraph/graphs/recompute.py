@@ -24,6 +24,7 @@ from packgraph.graphs.parameters import storage_of, without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
+from packgraph.torch_internals import version_of
 
 
 def unlike_captured(
@@ -104,7 +105,7 @@ def recompute_gradients(
 def _check(region: Region, versions: list[int]) -> None:
     written = {storage_of(tensor) for tensor in region.context.writes}
     for tensor, before in zip(region.context.reads, versions, strict=True):
-        if tensor._version != before and storage_of(tensor) not in written:
+        if version_of(tensor) != before and storage_of(tensor) not in written:
             raise _cannot(
                 region,
                 f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",

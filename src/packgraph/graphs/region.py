@@ -208,13 +208,13 @@ class Backward:
 
     @cached_property
     def attached(self) -> Attached:
-        """Whether their gradients are the buffers."""
+        """Returns whether their gradients are the buffers."""
         return Attached(self.owned)
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether the graph sends gradients to other ranks, so that none is in a buffer when it
-        ends."""
+        """Returns whether the graph sends gradients to other ranks, so that none is in a buffer
+        when it ends."""
         return any(is_sharded(buffer.parameter) for buffer in self.owned)
 
 
@@ -298,7 +298,7 @@ class Region:
 
     @cached_property
     def is_differentiable(self) -> bool:
-        """Whether any output needs a gradient."""
+        """Returns whether any output needs a gradient."""
         return any(output.differentiable for output in self.outputs)
 
     def reset(self) -> None:

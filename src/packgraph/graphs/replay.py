@@ -70,8 +70,9 @@ from packgraph.graphs.region import (
 )
 from packgraph.graphs.slots import Calls, SlotLease
 from packgraph.graphs.stages import Run, State
+from packgraph.torch_internals import version_of, will_run
 
-_VERSION, _DIFFERENTIABLE = operator.attrgetter("_version"), operator.attrgetter("differentiable")
+_DIFFERENTIABLE = operator.attrgetter("differentiable")
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -105,28 +106,28 @@ class StaticAliases:
     def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """`copy` is given away in place of `tensor`."""
         if id(tensor) in self._saved:
-            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
+            self._saved[id(tensor)].append((weakref.ref(copy), version_of(copy)))
         if id(tensor) in self._inner:
             self._inner[id(tensor)].append((weakref.ref(copy), 1))
             copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
 
     def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
         """`tensor` has the contents of the static memory `token`."""
-        version = -1 if tensor.is_inference() else tensor._version
+        version = -1 if tensor.is_inference() else version_of(tensor)
         self._homes[id(tensor)] = StaticAlias(tensor, token, version, alias)
 
     def token(self, tensor: torch.Tensor) -> Token | None:
         """The static memory with `tensor`'s contents, unless it was written to since."""
         home = self._homes.get(id(tensor))
-        return home.token if home is not None and home.version == tensor._version else None
+        return home.token if home is not None and home.version == version_of(tensor) else None
 
     def is_alias(self, tensor: Any) -> bool:
-        """Whether `tensor` is static memory itself."""
+        """Returns whether `tensor` is static memory itself."""
         home = self._homes.get(id(tensor))
         return home is not None and home.alias
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` may be a view of static memory."""
+        """Returns whether `tensor` may be a view of static memory."""
         if self.is_alias(tensor):
             return True
         storage = tensor.untyped_storage().data_ptr()
@@ -139,7 +140,7 @@ class StaticAliases:
 def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
     """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
     others is missing."""
-    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+    if not will_run(node):
         raise RuntimeError(
             "torch.autograd.grad asks for the gradient of an output that other outputs were "
             "computed from: a replay "
@@ -149,7 +150,7 @@ def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
 
 
 def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
-    """Whether a state that came through eager code is what the region was captured for.
+    """Returns whether a state that came through eager code is what the region was captured for.
 
     An eager stage may do what it likes, so its results are compared in all that is baked:
     structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
@@ -212,7 +213,7 @@ def stage_inputs(
     for number in region.context.inputs:
         tensor, base = tensors[number], tensors[number]._base
         # A view may be gone before its base is written to.
-        read.append((weakref.ref(tensor if base is None else base), tensor._version))
+        read.append((weakref.ref(tensor if base is None else base), version_of(tensor)))
     return wanted, read
 
 
@@ -270,7 +271,7 @@ class _Replay(torch.autograd.Function):
         made = replay_forward(region)
         if draws is not None:
             draws.end()
-        ctx.versions = list(map(_VERSION, region.context.reads))
+        ctx.versions = list(map(version_of, region.context.reads))
         if not all(map(_DIFFERENTIABLE, region.outputs)):
             ctx.mark_non_differentiable(
                 *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
@@ -475,7 +476,7 @@ def _check_versions(region: Region, versions: list[int], inputs: Sequence[Versio
     """Raise RuntimeError when what the backward reads was changed since the forward."""
     for reference, version in inputs:
         tensor = reference()
-        if tensor is not None and tensor._version != version:
+        if tensor is not None and version_of(tensor) != version:
             raise RuntimeError(
                 f"an argument or output of shape {tuple(tensor.shape)} that {region.name} reads in "
                 "its backward was "
@@ -484,12 +485,12 @@ def _check_versions(region: Region, versions: list[int], inputs: Sequence[Versio
             )
     later, addresses = region.context.read_later, region.context.addresses
     if (
-        list(map(_VERSION, later)) == versions[: len(later)]
+        list(map(version_of, later)) == versions[: len(later)]
         and list(map(torch.Tensor.data_ptr, later)) == addresses
     ):
         return
     for tensor, address, version in zip(later, addresses, versions, strict=False):
-        if tensor._version != version or tensor.data_ptr() != address:
+        if version_of(tensor) != version or tensor.data_ptr() != address:
             raise RuntimeError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in "
                 "its backward was "
@@ -522,7 +523,7 @@ class Direct:
 
     @cached_property
     def gradients_attached(self) -> Attached:
-        """Whether `.grad` of all parameters are their buffers."""
+        """Returns whether `.grad` of all parameters are their buffers."""
         return Attached(self.owned)
 
     def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
@@ -690,12 +691,13 @@ class ReplayHandle:
 
     @property
     def is_direct(self) -> bool:
-        """Whether `forward` and `backward` may be used in place of `run` and autograd."""
+        """Returns whether `forward` and `backward` may be used in place of `run` and autograd."""
         return self.variant.direct is not None
 
     @property
     def makes_one_number(self) -> bool:
-        """Whether the output is a single number, of which autograd takes the gradient to be one."""
+        """Returns whether the output is a single number, of which autograd takes the gradient to be
+        one."""
         assert self.variant.direct is not None
         return self.variant.direct.out.tensor.numel() == 1
 

@@ -17,6 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packgraph.torch_internals import (
+    backward_task,
+    below_modes,
+    saved_tensor_hooks,
+    transform,
+    version_of,
+)
+
 _OURS = __name__.split(".")[0]
 
 
@@ -56,13 +64,13 @@ class Staying:
         if tensor.is_leaf:
             self._tensor = tensor
         else:
-            with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+            with below_modes(), torch.no_grad():
                 self._tensor = tensor.detach()
-        self._version, self._owner = tensor._version, owner
+        self._version, self._owner = version_of(tensor), owner
 
     def back(self) -> Tensor:
         """The tensor. Raises RuntimeError when it was changed in place."""
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise was_changed(tuple(self._tensor.shape), self._owner)
         return self._tensor
 
@@ -94,7 +102,7 @@ def are_watched_by_others() -> bool:
 
 
 def _hooks() -> tuple[Any, Any] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined, no-any-return]
+    return saved_tensor_hooks()
 
 
 def in_backward() -> bool:
@@ -104,13 +112,9 @@ def in_backward() -> bool:
 
 def are_others() -> bool:
     """Returns whether packgraph must not move what autograd saves now."""
-    return (
-        in_backward()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or are_watched_by_others()
-    )
+    return in_backward() or transform() is not None or are_watched_by_others()
 
 
 def _backward() -> int:
     """Number of the backward that is running, negative outside of one."""
-    return torch._C._current_graph_task_id()
+    return backward_task()

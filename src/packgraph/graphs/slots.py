@@ -45,6 +45,7 @@ import torch
 
 from packgraph.graphs.backend import Backend, Pool
 from packgraph.graphs.key import Layout, contiguous_strides, own_strides, with_bits
+from packgraph.torch_internals import backward_task, keeps_graph
 
 LONGEST_WAIT_S = (
     10.0  # for other threads to leave the module before a capture; then the call runs eagerly
@@ -258,7 +259,7 @@ class Calls:
     def _in_engine(self) -> bool:
         """Returns whether this is the thread that runs all backwards of the device: a capture of
         any thread needs it."""
-        return self._cuda and torch._C._current_graph_task_id() != -1
+        return self._cuda and backward_task() != -1
 
     def _refuse_in_engine(self) -> None:
         if self._in_engine():
@@ -532,7 +533,4 @@ class SlotLease:
 
 def _is_graph_kept() -> bool:
     """Returns whether the running backward has `retain_graph=True`."""
-    return (
-        torch._C._current_graph_task_id() >= 0
-        and torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-    )
+    return backward_task() >= 0 and keeps_graph()

@@ -162,7 +162,8 @@ def _of_methods(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Whether an object, its class or a module's tables have a name, or it has no names at all."""
+    """Returns whether an object, its class or a module's tables have a name, or it has no names at
+    all."""
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict) or name in own or not type(value).__dictoffset__:
         return True

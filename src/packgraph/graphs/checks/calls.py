@@ -24,6 +24,7 @@ from packgraph.graphs.checks.operations import (
 )
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guards import Guards
+from packgraph.torch_internals import below_modes, storage_id
 
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _OUTSIDE = "make the tensor once outside, or use torch.full / new_zeros / arange"
@@ -65,7 +66,7 @@ class Constants:
         self._next = 0
 
     def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # who refuses copies need not see it
+        with below_modes():  # who refuses copies need not see it
             made: torch.Tensor = func(*args, **kwargs).detach()
         self._kept.append(_Kept(_facts(func, args, kwargs), made))
         return _own(made, kwargs)
@@ -210,7 +211,7 @@ class Uses(CodeWatcher):
         if written := operation.written_of(args, kwargs):
             self._note(self.writes, written)
             self.uncounted.update(
-                (tensor.untyped_storage()._cdata, tensor.data_ptr())
+                (storage_id(tensor), tensor.data_ptr())
                 for tensor in operation.uncounted_of(args, kwargs)
             )
             self.addresses.update(
@@ -222,10 +223,7 @@ class Uses(CodeWatcher):
 
     def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
         for tensor in tensors_of(values):
-            if (
-                tensor.layout is not torch.strided
-                or (cdata := tensor.untyped_storage()._cdata) in self._made
-            ):
+            if tensor.layout is not torch.strided or (cdata := storage_id(tensor)) in self._made:
                 continue
             if (place := (cdata, tensor.data_ptr())) in found:
                 continue
@@ -233,5 +231,5 @@ class Uses(CodeWatcher):
             if (
                 tensor.requires_grad
             ):  # below autograd, so that it has a version of its own; parameters stand for those
-                with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+                with below_modes(), torch.no_grad():
                     found[place] = tensor.detach()

@@ -39,6 +39,7 @@ from packgraph.graphs.checks.operations import (
 from packgraph.graphs.checks.random_state import Draws
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.memory.allocator import most_allocated
+from packgraph.torch_internals import identity, storage_id
 
 _BOOLEAN = (torch.bool, torch.uint8)
 
@@ -132,7 +133,7 @@ class Journal:
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Save the whole storage behind `tensor` unless it is saved already."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         if key not in self._saved:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
                 tensor.untyped_storage()
@@ -196,7 +197,7 @@ def _has_room(whole: torch.Tensor, beside: int) -> bool:
 @contextlib.contextmanager
 def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Within the block captured code may draw from these generators only."""
-    token = _KNOWN.set(frozenset(generator._cdata for generator in generators))  # type: ignore[attr-defined]
+    token = _KNOWN.set(frozenset(identity(generator) for generator in generators))
     try:
         yield
     finally:
@@ -354,7 +355,7 @@ class CaptureChecker(CodeWatcher):
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Returns whether the code has made the tensor's memory."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.made
+        return tensor.layout is torch.strided and storage_id(tensor) in self.made
 
 
 def refuse_unsafe(
@@ -444,7 +445,7 @@ def _refuse_random(
         _KNOWN.get()
     )  # by address: the dispatcher makes a new Python object for the same generator
     for operand in operands if known is not None and operation.takes_generator else ():
-        if isinstance(operand, torch.Generator) and operand._cdata not in known:  # type: ignore[attr-defined,operator]
+        if isinstance(operand, torch.Generator) and identity(operand) not in known:  # type: ignore[attr-defined,operator]
             raise CaptureError(
                 "a random generator that the module does not hold is used inside a captured stage: "
                 "graphs advance only those they know",

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.torch_internals import HigherOrderOperator, OpOverload, schema_of, storage_id
+
 aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKABLE = {
@@ -105,7 +107,7 @@ class Operation(NamedTuple):
         that."""
         if not self.undeclared:
             return []
-        arguments = self.function._schema.arguments
+        arguments = schema_of(self.function).arguments
         given = {
             argument.name: value for argument, value in zip(arguments, args, strict=False)
         } | kwargs
@@ -124,17 +126,17 @@ def operation_of(function: Any) -> Operation | None:
     """The facts about what a dispatch mode is given; None for a higher-order operator."""
     found = _OPERATIONS.get(id(function))
     if found is None:
-        if isinstance(function, torch._ops.HigherOrderOperator):
+        if isinstance(function, HigherOrderOperator):
             return None
         found = _facts(function)
-        if isinstance(function, torch._ops.OpOverload):  # compiled code comes and goes
+        if isinstance(function, OpOverload):  # compiled code comes and goes
             _OPERATIONS[id(function)] = found
     return found
 
 
 def _facts(function: Any) -> Operation:
-    schema, tags = function._schema, function.tags
-    overload = isinstance(function, torch._ops.OpOverload)
+    schema, tags = schema_of(function), function.tags
+    overload = isinstance(function, OpOverload)
     writes = [
         argument.alias_info is not None and argument.alias_info.is_write
         for argument in schema.arguments
@@ -214,5 +216,5 @@ def storages(values: Iterable[Any]) -> dict[int, torch.Tensor]:
         if (kind in PLAIN_TENSORS or isinstance(value, torch.Tensor)) and (
             value.layout is torch.strided
         ):
-            found[value.untyped_storage()._cdata] = value
+            found[storage_id(value)] = value
     return found

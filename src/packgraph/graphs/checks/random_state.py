@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.checks.operations import Operation
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.torch_internals import below_modes, identity, schema_of
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
@@ -58,7 +59,7 @@ _QUIET = (
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
     """Within the block no mode sees what is done to tensors."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with below_modes(), torch._C.DisableTorchFunction():
         yield
 
 
@@ -253,7 +254,7 @@ class Draws:
             generator = _default_generator(device)
         if generator is None:
             return None
-        key = generator._cdata  # type: ignore[attr-defined]  # the dispatcher makes a new object for the same one
+        key = identity(generator)  # the dispatcher makes a new object for the same one
         if key not in self._private:
             self._private[key] = (generator, generator.clone_state())
         return self._private[key][1]
@@ -303,7 +304,7 @@ class Draws:
         known = [
             own
             for own, each in zip(self._torch, self._generators, strict=True)
-            if each._cdata == generator._cdata  # type: ignore[attr-defined]
+            if identity(each) == identity(generator)
         ]
         if state is None or not known:
             return function()
@@ -314,7 +315,7 @@ class Draws:
                     user_line(),
                     "set it outside of the call, or use torch.random.fork_rng",
                 )
-            self._rewound[generator._cdata] = generator  # type: ignore[attr-defined]
+            self._rewound[identity(generator)] = generator
         with self._moving(known):
             return function()
 
@@ -358,7 +359,7 @@ class Redraw:
     """
 
     def __init__(self, past: PastDraws) -> None:
-        self._real = {generator._cdata: generator for generator in past.generators}  # type: ignore[attr-defined]
+        self._real = {identity(generator): generator for generator in past.generators}
         self._private: dict[int, torch.Generator] = {}
         for (key, generator), state in zip(self._real.items(), past.before, strict=True):
             self._private[key] = torch.Generator(generator.device)
@@ -387,7 +388,7 @@ class Redraw:
         self, generator: torch.Generator | None, device: torch.device
     ) -> torch.Generator | None:
         generator = _default_generator(device) if generator is None else generator
-        return None if generator is None else self._private.get(generator._cdata)  # type: ignore[attr-defined]
+        return None if generator is None else self._private.get(identity(generator))
 
     @contextlib.contextmanager
     def _moved(self, devices: set[str] | None) -> Iterator[None]:
@@ -506,7 +507,7 @@ def _with_generator(
     )
     if index is not None:
         return taking, (*args[:index], generator, *args[index + 1 :]), kwargs
-    names = [argument.name for argument in taking._schema.arguments]
+    names = [argument.name for argument in schema_of(taking).arguments]
     if names.index("generator") < len(args):  # None was given by position
         place = names.index("generator")
         return taking, (*args[:place], generator, *args[place + 1 :]), kwargs
@@ -540,4 +541,4 @@ def _taking_generator(function: Any) -> Any:
 
 
 def _names(function: Any) -> list[str]:
-    return [argument.name for argument in function._schema.arguments]
+    return [argument.name for argument in schema_of(function).arguments]

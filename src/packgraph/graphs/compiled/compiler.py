@@ -56,6 +56,7 @@ from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.graphs.tracing_errors import COMPILE, definition, explained
 from packgraph.packing.batch import Field, PackedBatch, layout_of
+from packgraph.torch_internals import OpOverload
 
 
 class CompiledCode:
@@ -449,7 +450,7 @@ def _code_of(
 def _draws(node: torch.fx.Node) -> bool:
     """Returns whether an operation of a traced graph draws random numbers."""
     operation: Any = node.target
-    return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
+    return isinstance(operation, OpOverload) and draws(operation, node.args, node.kwargs)
 
 
 def _again(code: Code, piece: CompileUnit, uses: WeightUses, state: State) -> State:

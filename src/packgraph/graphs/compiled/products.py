@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from packgraph.graphs.parameters import gradient_dtype, has_hooks
+from packgraph.torch_internals import OpOverload, schema_of, will_run
 
 aten = torch.ops.aten
 
@@ -126,11 +127,11 @@ def _product_behind(node: Any) -> list[torch.fx.Node] | None:
     return None
 
 
-def _sibling(target: Any) -> torch._ops.OpOverload | None:
+def _sibling(target: Any) -> OpOverload | None:
     """The operation of ours that adds what `target`, one of ours, returns."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "packgraph":
+    if not isinstance(target, OpOverload) or target.namespace != "packgraph":
         return None
-    packet = getattr(torch.ops.packgraph, f"add_{target._schema.name.partition('::')[2]}", None)
+    packet = getattr(torch.ops.packgraph, f"add_{schema_of(target).name.partition('::')[2]}", None)
     return None if packet is None else packet.default
 
 
@@ -225,7 +226,7 @@ def _adds(weight: torch.nn.Parameter) -> bool:
         return False
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_run(node)
     except RuntimeError:  # the answer for leaves under autograd.grad, which adds to nothing
         return False
 

@@ -26,6 +26,7 @@ from packgraph.graphs.copy_streams import (
     placed,
 )
 from packgraph.graphs.memory.allocator import look
+from packgraph.torch_internals import below_modes
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -123,7 +124,7 @@ class CudaCopyStreams:
         if host.last is not None and host.last.scope == self.scope:
             stream.wait_event(host.last.native)
         began = None if self.timed is None else self._clock(stream)
-        with torch._C._DisableTorchDispatch(), torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[attr-defined]
+        with below_modes(), torch.no_grad(), torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         if self.timed is not None:

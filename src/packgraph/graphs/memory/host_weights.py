@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from packgraph.graphs.parameters import is_sharded
+from packgraph.torch_internals import identity, storage_id
 
 
 class _Storage(NamedTuple):
@@ -44,9 +45,9 @@ class HostWeights:
             self._tensors.append((tensor, tensor.detach()))
         for _, there in self._tensors:
             storage = there.untyped_storage()
-            if storage._cdata not in self._storages:
+            if identity(storage) not in self._storages:
                 host = _to_host(storage, there.device)
-                self._storages[storage._cdata] = _Storage(storage, storage.nbytes(), host)
+                self._storages[identity(storage)] = _Storage(storage, storage.nbytes(), host)
         for tensor, there in self._tensors:
             tensor.data = _view(self._host_of(there), there)
         for kept in self._storages.values():
@@ -58,7 +59,7 @@ class HostWeights:
         return sum(kept.nbytes for kept in self._storages.values())
 
     def _host_of(self, there: torch.Tensor) -> torch.Tensor:
-        return self._storages[there.untyped_storage()._cdata].host
+        return self._storages[storage_id(there)].host
 
     def put_back(self) -> None:
         """Give the tensors device memory, and the values that they have on the host now.
@@ -71,7 +72,7 @@ class HostWeights:
             _bytes(kept.there).copy_(kept.host)
         for tensor, there in self._tensors:
             host = self._host_of(there).untyped_storage()
-            if tensor.untyped_storage()._cdata != host._cdata:  # `.data` was replaced meanwhile
+            if storage_id(tensor) != identity(host):  # `.data` was replaced meanwhile
                 there.copy_(tensor.detach())
             tensor.data = there
         self._tensors, self._storages = [], {}

@@ -57,6 +57,7 @@ from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.key import with_bits
 from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams, plain
+from packgraph.torch_internals import below_modes, identity
 
 POISON = 0xFF
 
@@ -259,7 +260,7 @@ class _Recording(CodeWatcher):
                 "work" if isinstance(out, torch.ScriptObject) and func.namespace == "c10d" else ""
             )
         storage = out.untyped_storage()
-        return "" if storage._cdata in inputs or storage.nbytes() == 0 else "new"
+        return "" if identity(storage) in inputs or storage.nbytes() == 0 else "new"
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -456,7 +457,7 @@ class RecorderWindow:
     def own(self, tensor: torch.Tensor) -> None:
         """Start the life of a new block."""
         storage, number = tensor.untyped_storage(), len(self.blocks)
-        cdata = storage._cdata
+        cdata = identity(storage)
 
         def died(_: Any) -> None:
             if self.blocks[number].death is None:
@@ -499,7 +500,7 @@ class RecorderWindow:
                 if (
                     tensor.requires_grad
                 ):  # and may have a graph behind it; whoever has not is counted by its users
-                    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                    with below_modes():
                         own = tensor.detach()
                 self._external[id(tensor)] = (tensor, own)
             return self._external[id(tensor)][1]
@@ -688,7 +689,7 @@ def tell_waits() -> None:
         if waited is None:
             return original(work, *args, **kwargs)
         waited(work)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with below_modes():
             return original(work, *args, **kwargs)
 
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]

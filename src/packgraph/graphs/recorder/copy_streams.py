@@ -32,13 +32,14 @@ from packgraph.graphs.copy_streams import (
     TimedCopy,
     placed,
 )
+from packgraph.torch_internals import below_modes
 
 POISON = 0xFF
 
 
 def plain(nbytes: int) -> torch.Tensor:
     """Host memory, uint8 [nbytes], full of NaN patterns; no part of what is recorded meanwhile."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with below_modes():
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
 
@@ -200,7 +201,7 @@ def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
     """`run`, which nobody watches: a copy on a copy stream is no operation of the program."""
 
     def unseen() -> None:
-        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+        with below_modes(), torch.no_grad():
             run()
 
     return unseen

@@ -78,6 +78,7 @@ from packgraph.moe.stash.pages import (
     reserve,
     take,
 )
+from packgraph.torch_internals import identity, storage_id, version_of
 
 NARROWEST = 8
 OWNER = "a block of the stash"
@@ -111,7 +112,7 @@ class SavedRecord:
     ) -> None:
         self.stash, self.rows, self.pages, self.measures = stash, rows, stash.pages, stash.measures
         self.offsets: Tensor | None = offsets
-        self.left = {tensor.untyped_storage()._cdata for tensor in leave}
+        self.left = {storage_id(tensor) for tensor in leave}
         self.record: Tensor | None = None
         self.used: Counter[Column] = Counter()
         self.known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], _Saved]] = {}
@@ -144,14 +145,13 @@ class SavedRecord:
         return last
 
     def _wanted(self, tensor: Tensor) -> bool:
-        if tensor.is_leaf and tensor.requires_grad:
-            # somebody else holds it, to give it its gradient: a parameter, or an input of a region
-            return False
         if (
-            not tensor.is_floating_point()
+            # somebody else holds it, to give it its gradient: a parameter, or an input of a region
+            (tensor.is_leaf and tensor.requires_grad)
+            or not tensor.is_floating_point()
             or tensor.dim() != 2
             or tensor.device != self.pages.state.device
-            or tensor.untyped_storage()._cdata in self.left
+            or storage_id(tensor) in self.left
         ):
             return False
         rows, width = tensor.shape
@@ -167,12 +167,12 @@ class SavedRecord:
         changed since."""
         storage = tensor.untyped_storage()
         key = (
-            storage._cdata,
+            identity(storage),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
             tensor.dtype,
-            tensor._version,
+            version_of(tensor),
         )
         if key in self.known and self.known[key][0]() is not None:
             return self.known[key][1]
@@ -191,7 +191,7 @@ class _Saved:
         self.block, self.tensor, self.version = (
             block,
             tensor if block.measures else None,
-            tensor._version,
+            version_of(tensor),
         )
         self.buffers: list[Tensor] = []
         self.hosts: list[Tensor] = []
@@ -209,7 +209,7 @@ class _Saved:
     def back(self, release: bool) -> Tensor:
         """The tensor. release: its record's pages are not needed any more. Raises RuntimeError when
         it was changed in place."""
-        if self.tensor is not None and self.tensor._version != self.version:
+        if self.tensor is not None and version_of(self.tensor) != self.version:
             raise was_changed(tuple(self.tensor.shape), OWNER)
         block, pages = self.block, self.block.pages
         restored = self.tensor if self.restored is None else self.restored()
