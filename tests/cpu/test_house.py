@@ -41,7 +41,6 @@ PLANNERS = (
     "graphs/stages.py",
     "graphs/memory/budget.py",
     "moe/stash/plan.py",
-    "offloading/knobs.py",
     "offloading/simulate.py",
     "offloading/plan.py",
     "offloading/rules.py",

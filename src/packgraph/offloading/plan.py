@@ -106,9 +106,53 @@ class OffloadTrace:
     backward_room: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        errors = trace_errors(self)
-        if errors:
+        numbers = [
+            ("slots", self.slots, 1),
+            ("other_bytes", self.other_bytes, 0),
+            ("forward_room", self.forward_room, 0),
+            ("forward_us", self.forward_us, 0),
+            ("backward_us", self.backward_us, 0),
+            ("the least backward_room", min(self.backward_room, default=0), 0),
+        ]
+        wrong, before = list[str](), 0.0
+        if len(self.backward_room) not in (0, len(self.groups)):
+            wrong.append(
+                f"there are {len(self.groups)} groups and backward_room of "
+                f"{len(self.backward_room)}"
+            )
+        for index, group in enumerate(self.groups):
+            told = f"group {index} ({group.name} of layer {group.layer})"
+            numbers += [
+                (f"{told}: bytes", group.bytes, 0),
+                (f"{told}: copies", group.copies, 1),
+                (f"{told}: the least of stays", min(group.stays, default=0), 0),
+            ]
+            if not before <= group.forward_us <= self.forward_us:
+                wrong.append(
+                    f"{told} is made after {group.forward_us} us: groups stand in the order of "
+                    f"their forwards, so it must be {before} to {self.forward_us}, the end of the "
+                    "forward"
+                )
+            if not 0 <= group.backward_us <= self.backward_us:
+                wrong.append(
+                    f"{told} is needed after {group.backward_us} us of a backward of "
+                    f"{self.backward_us}"
+                )
+            before = group.forward_us
+        low = [
+            f"{name} is {value}, must be at least {least}"
+            for name, value, least in numbers
+            if not value >= least
+        ]
+        if errors := low + wrong:
             raise ValueError("this is no trace of a microbatch:\n  - " + "\n  - ".join(errors))
+
+    @cached_property
+    def places(self) -> dict[tuple[int, str, int], int]:
+        """Layer, name and part of a group -> its index."""
+        return {
+            (group.layer, group.name, group.part): index for index, group in enumerate(self.groups)
+        }
 
     @cached_property
     def backward_order(self) -> tuple[int, ...]:
@@ -242,107 +286,47 @@ class OffloadPlan:
         return self.kept_peak_bytes - self.peak_bytes
 
 
-def trace_errors(trace: OffloadTrace) -> list[str]:
-    """Everything that no microbatch can have done; empty when the trace is possible."""
-    errors = [
-        f"{name} is {value}, must be at least {least}"
-        for name, value, least in (
-            ("slots", trace.slots, 1),
-            ("other_bytes", trace.other_bytes, 0),
-            ("forward_room", trace.forward_room, 0),
-            ("forward_us", trace.forward_us, 0),
-            ("backward_us", trace.backward_us, 0),
-            ("the least backward_room", min(trace.backward_room, default=0), 0),
-        )
-        if not value >= least
-    ]
-    if len(trace.backward_room) not in (0, len(trace.groups)):
-        errors.append(
-            f"there are {len(trace.groups)} groups and backward_room of {len(trace.backward_room)}"
-        )
-    before = 0.0
-    for index, group in enumerate(trace.groups):
-        told = f"group {index} ({group.name} of layer {group.layer})"
-        errors += [
-            f"{told}: {name} is {value}, must be at least {least}"
-            for name, value, least in (
-                ("bytes", group.bytes, 0),
-                ("copies", group.copies, 1),
-                ("the least of stays", min(group.stays, default=0), 0),
-            )
-            if value < least
-        ]
-        if not before <= group.forward_us <= trace.forward_us:
-            errors.append(
-                f"{told} is made after {group.forward_us} us: groups stand in the order of their "
-                "forwards, "
-                f"so it must be {before} to {trace.forward_us}, the end of the forward"
-            )
-        if not 0 <= group.backward_us <= trace.backward_us:
-            errors.append(
-                f"{told} is needed after {group.backward_us} us of a backward of "
-                f"{trace.backward_us}"
-            )
-        before = group.forward_us
-    return errors
-
-
 def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
     """Every reason why the runtime cannot follow `plan` on `trace`; empty when it can."""
-    count = len(trace.groups)
-    if len(plan.moves) != count or len(plan.reload_at) != count:
+    count, place = len(trace.groups), trace.backward_place
+    release_at = plan.release_at or (KEPT,) * count
+    if {len(plan.moves), len(plan.reload_at), len(release_at)} != {count}:
         return [
-            f"the trace has {count} groups, the plan {len(plan.moves)} moves and "
-            f"{len(plan.reload_at)} reloads"
+            f"the trace has {count} groups, the plan {len(plan.moves)} moves, "
+            f"{len(plan.reload_at)} reloads and {len(release_at)} places to give memory back at"
         ]
     errors = [] if plan.in_flight >= 0 else [f"in_flight is {plan.in_flight}, must be at least 0"]
-    place = trace.backward_place
-    for index, (moves, at) in enumerate(zip(plan.moves, plan.reload_at)):
-        told = f"group {index} ({trace.groups[index].name} of layer {trace.groups[index].layer})"
-        if not moves and at != KEPT:
-            errors.append(f"{told} does not move and is reloaded at {at}")
-        elif moves and at not in place:
-            errors.append(
-                f"{told} moves, and there is no group {at} at whose backward it could be reloaded"
-            )
-        elif moves and place[at] > place[index]:
-            errors.append(
-                f"{told} is reloaded at the backward of group {at}, which comes after its own"
-            )
-    errors += _release_errors(trace, plan)
+    released = 0
+    for index, (group, moves, at, back) in enumerate(
+        zip(trace.groups, plan.moves, plan.reload_at, release_at)
+    ):
+        end = count if back == KEPT else back
+        problems = {
+            f"does not move and is reloaded at {at}": not moves and at != KEPT,
+            f"does not move and is given back at {back}": not moves and back != KEPT,
+            f"moves, and there is no group {at} at whose backward it could be reloaded": (
+                moves and at not in place
+            ),
+            f"is reloaded at the backward of group {at}, which comes after its own": (
+                moves and at in place and place[at] > place[index]
+            ),
+            f"is given back at {back}: it must be itself, a group after it, or {KEPT}": (
+                moves and not index <= end <= count
+            ),
+            "is given back before a group whose copy comes first": (
+                moves and index <= end < released
+            ),
+        }
+        told = f"group {index} ({group.name} of layer {group.layer})"
+        errors += [f"{told} {text}" for text, is_so in problems.items() if is_so]
+        released = max(released, min(end, count)) if moves else released
     moved = [
         index
         for index in trace.backward_order
         if plan.moves[index] and plan.reload_at[index] in place
     ]
-    errors += [
+    return errors + [
         f"group {two} is reloaded before group {one}, which is needed earlier"
         for one, two in pairwise(moved)
         if place[plan.reload_at[two]] < place[plan.reload_at[one]]
     ]
-    return errors
-
-
-def _release_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
-    """Returns what is wrong with `plan.release_at`."""
-    count, errors, before = len(trace.groups), list[str](), 0
-    if len(plan.release_at) not in (0, count):
-        return [
-            f"the trace has {count} groups, the plan {len(plan.release_at)} places to give memory "
-            "back at"
-        ]
-    for index, at in enumerate(plan.release_at):
-        told = f"group {index} ({trace.groups[index].name} of layer {trace.groups[index].layer})"
-        if not plan.moves[index]:
-            if at != KEPT:
-                errors.append(f"{told} does not move and is given back at {at}")
-            continue
-        place = count if at == KEPT else at
-        if not index <= place <= count:
-            errors.append(
-                f"{told} is given back at {at}: it must be itself, a group after it, or {KEPT}"
-            )
-        elif place < before:
-            errors.append(f"{told} is given back before a group whose copy comes first")
-        before = max(before, min(place, count))
-    return errors

@@ -1,4 +1,4 @@
-"""Search for the groups to move, for a budget of memory or of time: the best of many candidates.
+"""Plans of offloading: for a budget of memory or of time the best of many candidates, or by hand.
 
     bytes: "fit in N GiB"       least waiting  among plans whose peak fits
     time:  "lose at most 1 %"   least peak     among plans that wait no longer
@@ -28,11 +28,24 @@ the speed of copies. So whoever picks the best of them gets no worse by a larger
 copies. Few groups: all subsets.
 
 All paces are walked through at once, one step per group for arrays of numbers per candidate.
+
+By hand (`OffloadKnobs`), the classic knobs say what moves:
+
+    groups of a forward   0 1 2 3 4 5 6 7 8 9   group 3 is smaller than min_bytes
+    margin 2                              x x   needed first by the backward: no time to reload them
+    delta, rank 1                       x       later ranks have fewer microbatches in flight
+    fraction 0.5                  x x x         of the 6 that are left the last ones stay
+    moved                 0 1 2                 half of them, rounded up
+
+After Megatron-Core's fine-grained activation offloading, whose delta keeps the first groups of a
+forward; here it keeps those that are needed first, which are the harder ones to reload.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +63,7 @@ FINE = tuple(
 LARGE = (0, 1, 2, 4, None)  # groups above the average that these may have, None = all
 MANY = 64  # copies in flight, for them
 STEPS = 4096  # of memory between which a budget of time chooses, of the bytes of all groups
+NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 DIGITS = 6  # of a microsecond, below which waits are equal
 
 
@@ -99,7 +113,10 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
         allowed = np.repeat(_few_large(sizes), len(FINE), axis=0)
         moves.append(_in_step(trace, allowed, share * sizes.sum() / trace.forward_us, bound))
         in_flight.append(bound)
-    return _each_once(np.concatenate(moves), np.concatenate(in_flight))
+    every, bound = np.concatenate(moves), np.concatenate(in_flight)
+    keys = np.concatenate([np.packbits(every, axis=1), bound[:, None].astype(np.uint8)], axis=1)
+    first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
+    return Candidates(every[first], bound[first])
 
 
 def _few_large(sizes: np.ndarray) -> np.ndarray:
@@ -113,14 +130,6 @@ def _few_large(sizes: np.ndarray) -> np.ndarray:
             for most in LARGE
         ]
     )
-
-
-def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:
-    """Removes duplicates, in the order given."""
-    keys = np.concatenate([np.packbits(moves, axis=1), in_flight[:, None].astype(np.uint8)], axis=1)
-    _, first = np.unique(keys, axis=0, return_index=True)
-    first.sort()
-    return Candidates(moves[first], in_flight[first])
 
 
 def _subsets(movable: Sequence[bool]) -> Iterator[tuple[tuple[bool, ...], int]]:
@@ -171,8 +180,7 @@ def _in_step(
     return moves
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """One set of groups whose forward is judged. peak, kept: bytes. place: among all candidates."""
 
     exposed_us: float
@@ -182,9 +190,6 @@ class _Candidate:
     moves: Moves
     in_flight: int
 
-    def plan(self, backward: BackwardTimes) -> OffloadPlan:
-        return OffloadPlan(self.moves, backward.reload_at, self.in_flight)
-
 
 class _Judged:
     """All candidates of a trace and what their forwards cost."""
@@ -192,46 +197,19 @@ class _Judged:
     def __init__(
         self, trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None, few: int
     ) -> None:
-        if movable is not None and len(movable) != len(trace.groups):
+        may = (True,) * len(trace.groups) if movable is None else tuple(movable)
+        if len(may) != len(trace.groups):
             raise ValueError(
-                f"the trace has {len(trace.groups)} groups, and {len(movable)} are said to be "
-                "movable or "
-                "not"
+                f"the trace has {len(trace.groups)} groups, and {len(may)} are said to be "
+                "movable or not"
             )
-        self.passes = Passes(trace, speed)
-        self.all = candidates(
-            trace, (True,) * len(trace.groups) if movable is None else tuple(movable), few
-        )
+        self.passes, self.all = Passes(trace, speed), candidates(trace, may, few)
         self.forwards = self.passes.forwards(self.all.moves, self.all.in_flight)
 
     def __getitem__(self, place: int) -> _Candidate:
-        forwards = self.forwards
-        return _Candidate(
-            float(forwards.exposed_us[place]),
-            int(forwards.peak_bytes[place]),
-            int(forwards.kept_bytes[place]),
-            place,
-            *self.all[place],
-        )
-
-    def least_peak(self) -> int:
-        """The lowest peak of any candidate, however long compute waits."""
-        least: int | None = None
-        for place in np.argsort(self.forwards.peak_bytes, kind="stable").tolist():
-            candidate = self[place]
-            if least is not None and candidate.peak >= least:
-                break
-            peak = max(candidate.peak, self.inline_peak(candidate))
-            least = peak if least is None else min(least, peak)
-        assert least is not None, "to move nothing is always among the candidates"
-        return least
-
-    def inline_peak(self, candidate: _Candidate) -> int:
-        """The peak of a backward that reloads every group only when it is needed; none has a lower
-        one."""
-        backward = self.passes.backward(candidate.moves, candidate.kept, 0)
-        assert backward is not None, "no limit on waiting was given"
-        return backward.peak_bytes
+        columns = self.forwards.exposed_us, self.forwards.peak_bytes, self.forwards.kept_bytes
+        exposed, peak, kept = (column[place].item() for column in columns)
+        return _Candidate(exposed, peak, kept, place, *self.all[place])
 
 
 def plan_for_bytes(
@@ -264,22 +242,17 @@ def plan_for_bytes(
         backward = judged.passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
         if backward is None or backward.peak_bytes > budget:
             continue
-        key = (
-            round(one.exposed_us + backward.exposed_us, DIGITS),
-            moved,
-            max(one.peak, backward.peak_bytes),
-            place,
-        )
+        waited = round(one.exposed_us + backward.exposed_us, DIGITS)
+        key = (waited, moved, max(one.peak, backward.peak_bytes), place)
         if best is None or key < best:
-            best, found = key, one.plan(backward)
+            best, found = key, OffloadPlan(one.moves, backward.reload_at, one.in_flight)
     if found is None:
+        least = plan_for_time(trace, speed, float("inf"), movable, few).peak_bytes
         raise ValueError(
             f"no plan of offloading fits in {shown(budget)}: the least that is possible is "
-            f"{shown(judged.least_peak())} (without offloading {shown(trace.kept_peak_bytes)}, of "
-            "which "
+            f"{shown(least)} (without offloading {shown(trace.kept_peak_bytes)}, of which "
             f"{shown(trace.other_bytes)} are not activations that may move); raise the budget, let "
-            "more "
-            "modules move, or make microbatches smaller"
+            "more modules move, or make microbatches smaller"
         )
     return predicted(trace, speed, with_releases(trace, speed, found))
 
@@ -292,7 +265,7 @@ def plan_for_time(
     few: int = FEW,
 ) -> OffloadPlan:
     """The plan with the lowest peak that waits for at most `lost` times the compute of a
-    microbatch; 0.01 is 1 %.
+    microbatch; 0.01 is 1 %, infinity sets no limit.
 
     The rest as in `plan_for_bytes`; peaks are as low as they can be for a set up to 1 / `STEPS` of
     all groups' bytes. Raises ValueError for a negative `lost`. (To move nothing loses nothing, so
@@ -301,7 +274,7 @@ def plan_for_time(
     if not lost >= 0:
         raise ValueError(f"a share of time to lose must be at least 0, got {lost}")
     judged = _Judged(trace, speed, movable, few)
-    budget_us = lost * trace.compute_us + 10.0**-DIGITS
+    budget_us = lost if math.isinf(lost) else lost * trace.compute_us + 10.0**-DIGITS
     best: int | None = None
     found: OffloadPlan | None = None
     for place in np.argsort(judged.forwards.peak_bytes, kind="stable").tolist():
@@ -310,45 +283,115 @@ def plan_for_time(
             break
         if one.exposed_us > budget_us:
             continue
-        backward = _lowest(judged, one, budget_us - one.exposed_us, best)
+        backward = _lowest(judged.passes, one, budget_us - one.exposed_us, best)
         if backward is not None and (best is None or max(one.peak, backward.peak_bytes) < best):
-            best, found = max(one.peak, backward.peak_bytes), one.plan(backward)
+            best = max(one.peak, backward.peak_bytes)
+            found = OffloadPlan(one.moves, backward.reload_at, one.in_flight)
     assert found is not None, "to move nothing is always among the candidates, and loses no time"
     return predicted(trace, speed, with_releases(trace, speed, found))
 
 
-def least_peak_bytes(
-    trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None = None, few: int = FEW
-) -> int:
-    """The lowest peak of any candidate, however long compute waits."""
-    return _Judged(trace, speed, movable, few).least_peak()
-
-
 def _lowest(
-    judged: _Judged, one: _Candidate, most_us: float, best: int | None
+    passes: Passes, one: _Candidate, most_us: float, best: int | None
 ) -> BackwardTimes | None:
     """The backward with the lowest limit on memory, in steps up to `best`, that waits for at most
     `most_us`; None when there is none."""
-    floor = max(one.peak, judged.inline_peak(one))
+    # No backward has a lower peak than the one that reloads every group only when it is needed.
+    inline = passes.backward(one.moves, one.kept, 0)
+    assert inline is not None, "no limit on waiting was given"
+    floor = max(one.peak, inline.peak_bytes)
     if best is not None and floor >= best:
         return None
-    total = judged.passes.trace.bytes
+    total = passes.trace.bytes
     step = max(total // STEPS, 1)
 
     def at(steps: int) -> BackwardTimes | None:
-        return judged.passes.backward(one.moves, one.kept, floor + steps * step, most_us)
+        return passes.backward(one.moves, one.kept, floor + steps * step, most_us)
 
     # Beyond the step that reaches `best` every peak that is new is at least `best`.
     low, high = 0, (best - 1 - floor if best is not None else total) // step + 1
-    found = at(low)
-    if found is not None:
+    if (found := at(low)) is not None:
         return found
     found = at(high)
     while found is not None and high - low > 1:
         middle = (low + high) // 2
-        tried = at(middle)
-        if tried is None:
+        if (tried := at(middle)) is None:
             low = middle
         else:
             high, found = middle, tried
     return found
+
+
+@dataclass(frozen=True)
+class OffloadKnobs:
+    """Options that are set by hand. Raises ValueError with all reasons when it makes no sense.
+
+    fraction: of the groups that may move, 0 to 1; those first in the forward move. min_bytes:
+    smaller groups stay. margin: so many groups stay that the backward needs first, all parts of
+    them; None = the last one of each module. delta_bytes_per_pp_rank: this many bytes more stay on
+    each later rank of a pipeline. in_flight: copies to the host at one time.
+    """
+
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    margin: int | None = None
+    delta_bytes_per_pp_rank: int = 0
+    in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        errors = [
+            f"{name} must be at least 0, got {value}"
+            for name, value in (
+                ("min_bytes", self.min_bytes),
+                ("margin", 0 if self.margin is None else self.margin),
+                ("delta_bytes_per_pp_rank", self.delta_bytes_per_pp_rank),
+                ("in_flight", self.in_flight),
+            )
+            if value < 0
+        ]
+        if not 0 <= self.fraction <= 1:
+            errors.append(f"fraction must be 0 to 1, got {self.fraction}")
+        if errors:
+            raise ValueError("offloading by hand: " + "; ".join(errors))
+
+
+def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Moves:
+    """The groups that move. For a search within them (`movable` of `plan_for_bytes`), too."""
+    left = [
+        index
+        for index in trace.backward_order
+        if trace.groups[index].bytes >= max(knobs.min_bytes, 1)
+    ]  # needed first at first
+    stay: set[int] = set()
+    if knobs.margin is None:
+        last: dict[str, int] = {}
+        for index in sorted(left, reverse=True):
+            if (
+                last.setdefault(trace.groups[index].name, trace.blocks[index])
+                == trace.blocks[index]
+            ):
+                stay.add(index)
+    else:
+        first = list(dict.fromkeys(trace.blocks[index] for index in left))[: knobs.margin]
+        stay.update(index for index in left if trace.blocks[index] in first)
+    kept = pp_rank * knobs.delta_bytes_per_pp_rank
+    for index in left:
+        if kept > 0 and index not in stay:
+            stay.add(index)
+            kept -= trace.groups[index].bytes
+    left = sorted(set(left) - stay)
+    moved = set(left[: math.ceil(len(left) * knobs.fraction - NEAR)])
+    return tuple(index in moved for index in range(len(trace.groups)))
+
+
+def plan_by_knobs(
+    trace: OffloadTrace, speed: CopySpeed, knobs: OffloadKnobs, pp_rank: int = 0
+) -> OffloadPlan:
+    """The plan that the knobs mean. Reloads start as early as they can without a higher peak than
+    the forward has."""
+    moves, passes = knob_moves(trace, knobs, pp_rank), Passes(trace, speed)
+    forward = passes.forwards(np.array([moves], dtype=bool), np.array([knobs.in_flight]))
+    backward = passes.backward(moves, int(forward.kept_bytes[0]), int(forward.peak_bytes[0]))
+    assert backward is not None, "no limit on waiting was given"
+    plan = OffloadPlan(moves, backward.reload_at, knobs.in_flight)
+    return predicted(trace, speed, with_releases(trace, speed, plan))

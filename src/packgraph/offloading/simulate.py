@@ -67,7 +67,6 @@ class Wait:
     end: float
 
 
-@dataclass(frozen=True)
 class OffloadTimeline:
     """Timeline of a microbatch, in us from the start of the forward.
 
@@ -78,15 +77,39 @@ class OffloadTimeline:
     other_bytes: of the trace, below which no peak can be.
     """
 
-    copies: tuple[PlannedCopy, ...]
-    waits: tuple[Wait, ...]
-    commits: tuple[float, ...]
-    backwards: tuple[float, ...]
-    forward_end: float
-    end: float
-    memory: tuple[tuple[float, int], ...]
-    rooms: tuple[int, ...]
-    other_bytes: int
+    def __init__(self, trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> None:
+        self.copies: list[PlannedCopy] = []
+        self.waits: list[Wait] = []
+        self.commits, self.backwards = [0.0] * len(trace.groups), [0.0] * len(trace.groups)
+        kept = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if not moves)
+        self.other_bytes = trace.other_bytes
+        self.memory = [(0.0, trace.other_bytes + (trace.slots - 1) * kept)]
+        self._room = trace.room  # of the program's present place
+        self.rooms = [self._room]
+        self._trace, self._speed, self._plan = trace, speed, plan
+        self._waited = 0.0
+        self._free_at = {True: 0.0, False: 0.0}  # of the copy engines, by to_host
+        self._in_flight: deque[PlannedCopy] = deque()
+        self._on_host: dict[int, float] = {}
+        self._reloads: dict[int, PlannedCopy] = {}
+        self._due: dict[int, list[int]] = {}
+        for group in trace.backward_order:
+            if plan.moves[group]:
+                self._due.setdefault(plan.reload_at[group], []).append(group)
+        for index in range(len(trace.groups)):
+            self._commit(index)
+        self._give_back(trace.forward_us + self._waited, 0)
+        self._room = trace.first_room
+        self.rooms[-1] = min(self.rooms[-1], self._room)  # what the backward begins with, too
+        self.forward_end = trace.forward_us + self._waited
+        running: list[int] = []
+        for index in trace.backward_order:
+            if running and trace.blocks[running[-1]] != trace.blocks[index]:
+                self._free(running, self._backward_time(trace.groups[index].backward_us))
+            self._start_backward(index)
+            running.append(index)
+        self.end = self._backward_time(trace.backward_us)
+        self._free(running, self.end)
 
     @property
     def exposed_us(self) -> float:
@@ -104,117 +127,55 @@ class OffloadTimeline:
         """Time that copies of one direction take together."""
         return sum(copy.end - copy.start for copy in self.copies if copy.to_host == to_host)
 
+    def _commit(self, index: int) -> None:
+        forward_us, release_at = self._trace.groups[index].forward_us, self._plan.release_at
+        now = forward_us + self._waited
+        self._hold(now, self._trace.arriving[index])
+        if self._plan.moves[index]:
+            self._in_flight.append(self._queue(index, True, now))
+            now = self._give_back(now, self._plan.in_flight)
+        if release_at:
+            due = sum(KEPT < release_at[copy.group] <= index for copy in self._in_flight)
+            self._give_back(now, len(self._in_flight) - due)
+        self.commits[index] = forward_us + self._waited
 
-def simulate_offload(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadTimeline:
-    """Run `plan` on `trace`. Raises ValueError with all reasons when the plan is not one of this
-    trace."""
-    errors = plan_errors(trace, plan)
-    if errors:
-        raise ValueError("this plan does not fit its trace:\n  - " + "\n  - ".join(errors))
-    run = _Run(trace, speed, plan)
-    for index in range(len(trace.groups)):
-        run.commit(index)
-    run.end_forward()
-    for index in trace.backward_order:
-        run.start_backward(index)
-    return run.end_backward()
-
-
-class _Run:
-    """The clock, both queues of copies, and what is on the device."""
-
-    def __init__(self, trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> None:
-        self.trace, self.speed, self.plan = trace, speed, plan
-        kept = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if not moves)
-        self.held = trace.other_bytes + (trace.slots - 1) * kept
-        self.memory = [(0.0, self.held)]
-        self.room = trace.room  # of the program's present place
-        self.rooms = [self.room]
-        self.waited = 0.0
-        self.free_at = {True: 0.0, False: 0.0}  # of the copy engines, by to_host
-        self.copies: list[PlannedCopy] = []
-        self.waits: list[Wait] = []
-        self.in_flight: deque[PlannedCopy] = deque()
-        self.due: dict[int, list[int]] = {}
-        for group in trace.backward_order:
-            if plan.moves[group]:
-                self.due.setdefault(plan.reload_at[group], []).append(group)
-        self.on_host: dict[int, float] = {}
-        self.reloaded: dict[int, PlannedCopy] = {}
-        self.commits = [0.0] * len(trace.groups)
-        self.backwards = [0.0] * len(trace.groups)
-        self.forward_end = 0.0
-        self.release_at = plan.release_at or (KEPT,) * len(trace.groups)
-        self.running: list[int] = []
-
-    def commit(self, index: int) -> None:
-        now = self.trace.groups[index].forward_us + self.waited
-        self._hold(now, self.trace.arriving[index])
-        if self.plan.moves[index]:
-            self.in_flight.append(self._queue(index, True, now))
-            now = self._give_back(now, self.plan.in_flight)
-        due = sum(KEPT < self.release_at[copy.group] <= index for copy in self.in_flight)
-        self._give_back(now, len(self.in_flight) - due)
-        self.commits[index] = self.trace.groups[index].forward_us + self.waited
-
-    def end_forward(self) -> None:
-        self._give_back(self.trace.forward_us + self.waited, 0)
-        self.room = self.trace.first_room
-        self.rooms[-1] = min(self.rooms[-1], self.room)  # the last is what the backward begins with
-        self.forward_end = self.trace.forward_us + self.waited
-
-    def start_backward(self, index: int) -> None:
-        now = self._backward_time(self.trace.groups[index].backward_us)
-        if self.running and self.trace.blocks[self.running[-1]] != self.trace.blocks[index]:
-            self._end_running(now)
-        if self.room != self.trace.backward_rooms[index]:
-            self.room = self.trace.backward_rooms[index]
+    def _start_backward(self, index: int) -> None:
+        group = self._trace.groups[index]
+        now = self._backward_time(group.backward_us)
+        if self._room != self._trace.backward_rooms[index]:
+            self._room = self._trace.backward_rooms[index]
             self._hold(now, 0)
-        for group in self.due.get(index, ()):
-            self._hold(now, self.trace.groups[group].bytes)
-            self.reloaded[group] = self._queue(group, False, now)
-        if self.plan.moves[index]:
-            self._wait(self.reloaded[index], now)
-        self.backwards[index] = self._backward_time(self.trace.groups[index].backward_us)
-        self.running.append(index)
-
-    def end_backward(self) -> OffloadTimeline:
-        end = self._backward_time(self.trace.backward_us)
-        self._end_running(end)
-        return OffloadTimeline(
-            tuple(self.copies),
-            tuple(self.waits),
-            tuple(self.commits),
-            tuple(self.backwards),
-            self.forward_end,
-            end,
-            tuple(self.memory),
-            tuple(self.rooms),
-            self.trace.other_bytes,
-        )
+        for other in self._due.get(index, ()):
+            self._hold(now, self._trace.groups[other].bytes)
+            self._reloads[other] = self._queue(other, False, now)
+        if self._plan.moves[index]:
+            self._wait(self._reloads[index], now)
+        self.backwards[index] = self._backward_time(group.backward_us)
 
     def _backward_time(self, us: float) -> float:
-        return self.trace.forward_us + us + self.waited
+        return self._trace.forward_us + us + self._waited
 
-    def _end_running(self, now: float) -> None:
-        if self.running:
-            self._hold(now, -sum(self.trace.groups[index].bytes for index in self.running))
-        self.running = []
+    def _free(self, running: list[int], now: float) -> None:
+        if running:
+            self._hold(now, -sum(self._trace.groups[index].bytes for index in running))
+        running.clear()
 
     def _give_back(self, now: float, left: int) -> float:
         """The time at which compute goes on."""
-        while len(self.in_flight) > left:
-            copy = self.in_flight.popleft()
+        while len(self._in_flight) > left:
+            copy = self._in_flight.popleft()
             now = self._wait(copy, now)
-            self._hold(now, -self.trace.groups[copy.group].bytes)
-            self.on_host[copy.group] = copy.end
+            self._hold(now, -self._trace.groups[copy.group].bytes)
+            self._on_host[copy.group] = copy.end
         return now
 
     def _queue(self, index: int, to_host: bool, now: float) -> PlannedCopy:
-        group = self.trace.groups[index]
-        start = max(now, self.free_at[to_host], 0.0 if to_host else self.on_host[index])
-        end = start + (self.speed.to_host_us(group) if to_host else self.speed.to_device_us(group))
-        self.free_at[to_host] = end
+        group = self._trace.groups[index]
+        start = max(now, self._free_at[to_host], 0.0 if to_host else self._on_host[index])
+        end = start + (
+            self._speed.to_host_us(group) if to_host else self._speed.to_device_us(group)
+        )
+        self._free_at[to_host] = end
         self.copies.append(PlannedCopy(index, to_host, now, start, end))
         return self.copies[-1]
 
@@ -223,13 +184,20 @@ class _Run:
         if copy.end <= now:
             return now
         self.waits.append(Wait(copy.group, copy.to_host, now, copy.end))
-        self.waited += copy.end - now
+        self._waited += copy.end - now
         return copy.end
 
     def _hold(self, now: float, nbytes: int) -> None:
-        self.held += nbytes
-        self.memory.append((now, self.held))
-        self.rooms.append(self.room)
+        self.memory.append((now, self.memory[-1][1] + nbytes))
+        self.rooms.append(self._room)
+
+
+def simulate_offload(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadTimeline:
+    """Run `plan` on `trace`. Raises ValueError with all reasons when the plan is not one of this
+    trace."""
+    if errors := plan_errors(trace, plan):
+        raise ValueError("this plan does not fit its trace:\n  - " + "\n  - ".join(errors))
+    return OffloadTimeline(trace, speed, plan)
 
 
 def with_releases(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:

@@ -13,10 +13,10 @@ from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import SavedGroup
-from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
+from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
 
 NAMES = ("core_attn", "mlp_act")
 

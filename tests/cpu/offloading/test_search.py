@@ -19,7 +19,7 @@ from offloadtraces import (
 )
 
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.search import candidates, least_peak_bytes, plan_for_bytes, plan_for_time
+from packgraph.offloading.search import candidates, plan_for_bytes, plan_for_time
 from packgraph.offloading.simulate import predicted, simulate_offload, with_releases
 
 H200 = CopySpeed(50_000.0, 52_000.0, 10.0)
@@ -72,7 +72,9 @@ def test_small_cases_have_the_best_of_all_plans(
         plan.peak_bytes for plan in plans if plan.exposed_us <= lost * trace.compute_us + NEAR / 10
     )
     assert plan_for_time(trace, speed, lost).peak_bytes == quick
-    assert least_peak_bytes(trace, speed) == min(plan.peak_bytes for plan in plans)
+    assert plan_for_time(trace, speed, float("inf")).peak_bytes == min(
+        plan.peak_bytes for plan in plans
+    )
 
 
 @pytest.mark.parametrize("order", [(40, 30, 20, 10, 0), (10, 40, 0, 20, 30)])
@@ -144,7 +146,7 @@ def test_more_means_are_never_worse(
     try:
         plan = plan_for_bytes(trace, speed, budget, few=few)
     except ValueError:
-        assert least_peak_bytes(trace, speed, few=few) > budget
+        assert plan_for_time(trace, speed, float("inf"), few=few).peak_bytes > budget
     else:
         assert plan.peak_bytes <= budget
         assert timeline_errors(trace, plan, simulate_offload(trace, speed, plan)) == []

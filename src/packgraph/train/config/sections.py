@@ -14,7 +14,7 @@ from typing import Literal
 
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.decoder import DecoderConfig
-from packgraph.offloading.knobs import OffloadKnobs
+from packgraph.offloading.search import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flat_buffers import Shard
 from packgraph.parallel.mesh import Layout, context_sizes

@@ -36,11 +36,10 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import ModelChunks, layer_kind, named_stages
 from packgraph.models.recompute import FULL, NONE
 from packgraph.offloading.attach import attach
-from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
 from packgraph.offloading.runtime import PARTS, OffloadRuntime
-from packgraph.offloading.search import plan_for_bytes, plan_for_time
+from packgraph.offloading.search import knob_moves, plan_by_knobs, plan_for_bytes, plan_for_time
 from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
