@@ -53,13 +53,7 @@ class Field:
 class BatchLayout:
     """All fields of a batch of one capacity; `nbytes` is the size of the buffer in bytes."""
 
-    tokens: Field
-    labels: Field
-    position_ids: Field
-    document_ids: Field
-    cu_seqlens: Field
-    loss_mask: Field
-    padding_mask: Field
+    fields: dict[str, Field]
     nbytes: int
 
 
@@ -85,7 +79,7 @@ def layout_of(capacity: Capacity) -> BatchLayout:
     ):
         fields[name] = Field(start, length, dtype)
         start = -(-fields[name].stop // ALIGNMENT) * ALIGNMENT
-    return BatchLayout(nbytes=start, **fields)
+    return BatchLayout(fields, start)
 
 
 def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int, int]:
@@ -99,7 +93,8 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     data = torch.zeros(layout.nbytes, dtype=torch.uint8)
     buffer = data.numpy()
 
-    def field(place: Field) -> NDArray[Any]:
+    def field(name: str) -> NDArray[Any]:
+        place = layout.fields[name]
         return buffer[place.start : place.stop].view(NUMPY_TYPES[place.dtype])
 
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
@@ -109,7 +104,8 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     tokens = np.concatenate(
         [np.empty(0, dtype=np.int64), *(document.tokens for document in documents)]
     )
-    field(layout.tokens)[:used] = tokens
+    field("tokens")[:used] = tokens
+    targets = tokens
     if any(document.targets is not None for document in documents):
         targets = np.concatenate(
             [
@@ -117,24 +113,22 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
                 for document in documents
             ]
         )
-    else:
-        targets = tokens
-    labels = field(layout.labels)
+    labels = field("labels")
     labels[: max(used - 1, 0)] = targets[1:]
     labels[stops - 1] = IGNORED
     labels[used:] = IGNORED
 
-    field(layout.position_ids)[:used] = np.arange(used) - np.repeat(stops - lengths, lengths)
-    document_ids = field(layout.document_ids)
+    field("position_ids")[:used] = np.arange(used) - np.repeat(stops - lengths, lengths)
+    document_ids = field("document_ids")
     document_ids[:used] = np.repeat(np.arange(len(documents)), lengths)
     document_ids[used:] = capacity.documents
-    boundaries = field(layout.cu_seqlens)
+    boundaries = field("cu_seqlens")
     boundaries[1 : len(documents) + 1] = stops
     boundaries[len(documents) + 1 :] = used
 
-    loss_mask = field(layout.loss_mask)
+    loss_mask = field("loss_mask")
     np.not_equal(labels, IGNORED, out=loss_mask)
-    field(layout.padding_mask)[used:] = True
+    field("padding_mask")[used:] = True
     largest = max(int(tokens.max(initial=-1)), int(labels.max(initial=-1)))
     return data, int(np.count_nonzero(loss_mask)), largest
 
@@ -202,7 +196,7 @@ class PackedBatch:
         raise AttributeError(f"a PackedBatch cannot be changed, and so not its {name}")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a PackedBatch cannot be changed, and so not its {name}")
+        self.__setattr__(name, None)
 
     @staticmethod
     def build(documents: Any, capacity: Capacity) -> "PackedBatch":
@@ -237,38 +231,38 @@ class PackedBatch:
     @property
     def tokens(self) -> Tensor:
         """int64 [T]: token ids, 0 in the tail."""
-        return self._view(layout_of(self.capacity).tokens)
+        return self._view(layout_of(self.capacity).fields["tokens"])
 
     @property
     def labels(self) -> Tensor:
         """int64 [T]: the next token of the same document; -100 at its last token, where masked, and
         in the tail."""
-        return self._view(layout_of(self.capacity).labels)
+        return self._view(layout_of(self.capacity).fields["labels"])
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [T]: place within the document, 0 in the tail."""
-        return self._view(layout_of(self.capacity).position_ids)
+        return self._view(layout_of(self.capacity).fields["position_ids"])
 
     @property
     def document_ids(self) -> Tensor:
         """int32 [T]: number of the document within the pack, N in the tail."""
-        return self._view(layout_of(self.capacity).document_ids)
+        return self._view(layout_of(self.capacity).fields["document_ids"])
 
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [N+1]: boundaries of the documents; after the last one its end repeats."""
-        return self._view(layout_of(self.capacity).cu_seqlens)
+        return self._view(layout_of(self.capacity).fields["cu_seqlens"])
 
     @property
     def loss_mask(self) -> Tensor:
         """bool [T]: True where `labels` is a token."""
-        return self._view(layout_of(self.capacity).loss_mask)
+        return self._view(layout_of(self.capacity).fields["loss_mask"])
 
     @property
     def padding_mask(self) -> Tensor:
         """bool [T]: True in the tail."""
-        return self._view(layout_of(self.capacity).padding_mask)
+        return self._view(layout_of(self.capacity).fields["padding_mask"])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -362,15 +356,9 @@ def _no_facts(name: str) -> str:
     )
 
 
-def _flatten(batch: PackedBatch) -> tuple[list[Any], Any]:
-    return [batch.data], (batch.capacity, batch.host)
-
-
-def _unflatten(children: Any, context: Any) -> PackedBatch:
-    (data,) = children
-    return PackedBatch(data, *context)
-
-
 register_pytree_node(
-    PackedBatch, _flatten, _unflatten, serialized_type_name="packgraph.PackedBatch"
+    PackedBatch,
+    lambda batch: ([batch.data], (batch.capacity, batch.host)),
+    lambda children, context: PackedBatch(*children, *context),
+    serialized_type_name="packgraph.PackedBatch",
 )

@@ -9,12 +9,13 @@ its window.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.bins import OpenPack, WaitingLengths, best_fit
+from packgraph.packing.bins import OpenPack, WaitingLengths, pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document, PackableDocument, read_documents
 
@@ -106,17 +107,6 @@ def fitting_parts(
             yield cast(Part, document.part(start, min(start + limit, len(document))))
 
 
-def build_pack(
-    documents: list[Document], pack: OpenPack, capacities: CapacitySet, report: PackReport
-) -> PackedBatch:
-    """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds
-    them; counted."""
-    capacity = pack.capacity(capacities)
-    batch = PackedBatch.of_documents(documents, capacity)
-    report.count_pack(batch.num_documents, batch.num_tokens, capacity.tokens)
-    return batch
-
-
 @dataclass(frozen=True)
 class PlannedPack:
     """Plan of a pack before its tokens are read: its documents and its capacity.
@@ -202,25 +192,9 @@ def pack(
         >>> batch.tokens.tolist(), batch.cu_seqlens.tolist()
         ([5, 6, 7, 8, 9, 0, 0, 0], [0, 3, 5])
     """
-    if window is not None:
-        return list(
-            pack_stream(
-                documents,
-                capacities,
-                window=window,
-                overlong=overlong,
-                report=report,
-                multiple=multiple,
-            )
-        )
-    allowed = CapacitySet(capacities, multiple)
-    counts = PackReport() if report is None else report
-    parts = list(_parts(documents, allowed, overlong, counts))
-    plan = best_fit([len(part) for part in parts], allowed)
-    return [
-        build_pack([parts[member] for member in planned.members], planned, allowed, counts)
-        for planned in plan
-    ]
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 document, got {window}")
+    return list(_packs(documents, capacities, window, overlong, report, multiple))
 
 
 def pack_stream(
@@ -257,28 +231,34 @@ def pack_stream(
     """
     if window < 1:
         raise ValueError(f"window must be at least 1 document, got {window}")
-    allowed = CapacitySet(capacities, multiple)
-    counts = PackReport() if report is None else report
-    return _stream(_parts(documents, allowed, overlong, counts), allowed, counts, window)
+    return _packs(documents, capacities, window, overlong, report, multiple)
 
 
-def _stream(
-    parts: Iterator[Document], capacities: CapacitySet, report: PackReport, window: int
+def _packs(
+    documents: Any,
+    capacities: Capacity | Iterable[Capacity],
+    window: int | None,
+    overlong: Overlong,
+    report: PackReport | None,
+    multiple: int,
 ) -> Iterator[PackedBatch]:
-    waiting = PackingWindow[Document](capacities)
-    for part in parts:
-        waiting.extend([len(part)], [part])
-        if len(waiting) >= window:
-            yield build_pack(*waiting.take(), capacities, report)
-    while len(waiting):
-        yield build_pack(*waiting.take(), capacities, report)
-
-
-def _parts(
-    documents: Any, capacities: CapacitySet, overlong: Overlong, report: PackReport
-) -> Iterator[Document]:
-    """All documents, none longer than a capacity allows."""
+    """Packs of a window of documents at a time, or of all at once."""
     check_choice(overlong)
-    limit = capacities.longest
-    for index, document in enumerate(read_documents(documents)):
-        yield from fitting_parts(document, limit, overlong, report, f"document {index}")
+    allowed, counts = CapacitySet(capacities, multiple), PackReport() if report is None else report
+    waiting, numbers = dict[int, Document](), itertools.count()
+
+    def lengths() -> Iterator[int]:
+        for index, document in enumerate(read_documents(documents)):
+            name = f"document {index}"
+            for part in fitting_parts(document, allowed.longest, overlong, counts, name):
+                waiting[next(numbers)] = part
+                yield len(part)
+
+    def packs() -> Iterator[PackedBatch]:
+        for planned in pack_lengths(lengths(), allowed, window=window):
+            chosen = [waiting.pop(member) for member in planned.members]
+            batch = PackedBatch.of_documents(chosen, planned.capacity(allowed))
+            counts.count_pack(batch.num_documents, batch.num_tokens, batch.capacity.tokens)
+            yield batch
+
+    return packs()

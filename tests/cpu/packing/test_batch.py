@@ -80,7 +80,7 @@ def test_tensors_have_the_promised_types_and_share_one_buffer():
     ] * 2
     start = batch.data.data_ptr()
     for name in FIELDS:
-        place = getattr(layout_of(CAPACITY), name)
+        place = layout_of(CAPACITY).fields[name]
         assert getattr(batch, name).data_ptr() == start + place.start
         assert place.start % 8 == 0
     assert batch.data.is_contiguous()

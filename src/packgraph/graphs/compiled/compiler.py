@@ -256,9 +256,7 @@ class OpenBatch(PackedBatch):
     @staticmethod
     def of(batch: PackedBatch) -> "OpenBatch":
         """The same batch, without what the host knows of it: a graph would freeze that."""
-        fields = [
-            value for value in vars(layout_of(batch.capacity)).values() if isinstance(value, Field)
-        ]
+        fields = layout_of(batch.capacity).fields.values()
         parts = {place.start: batch._view(place) for place in fields}
         return OpenBatch(batch.without_lengths(), parts)
 
