@@ -37,9 +37,8 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
-from packgraph.train.data.shard_build import ShardWriter, build_shards
+from packgraph.train.data.shard_build import build_shards, encoded, write_shard
 from packgraph.train.data.shards import MANIFEST, Manifest
-from packgraph.train.data.source import BadDocuments
 from packgraph.train.feed import StepFeed
 from packgraph.train.run_files import write_json
 from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
@@ -56,10 +55,11 @@ def made_up(folder: Path) -> None:
     names = ("bytes", "bytes", "made up", "made up")
     manifest = Manifest(*names, DOCUMENTS, per_shard, "stop", 2)
     for number in range(manifest.count):
-        writer = ShardWriter(folder, number, manifest.token_type)
-        for row in manifest.rows_of(number):
-            writer.add([Document(draw.integers(0, 256, lengths[row]))])
-        manifest.shards[number] = writer.finish(BadDocuments())
+        made = (
+            encoded([Document(draw.integers(0, 256, lengths[row]))], manifest.token_bytes)
+            for row in manifest.rows_of(number)
+        )
+        manifest.shards[number] = write_shard(folder, number, made)
     write_json(folder / MANIFEST, manifest.to_json())
 
 

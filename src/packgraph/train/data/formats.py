@@ -47,7 +47,7 @@ from zlib import crc32
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged, readable
 from packgraph.train.data.rows import document_of_row
-from packgraph.train.data.shards import MixtureSource, ShardSource
+from packgraph.train.data.shards import ShardSource
 from packgraph.train.data.source import (
     BadDocumentError,
     BadDocuments,
@@ -491,7 +491,8 @@ def open_documents(config: DataConfig) -> DocumentSource:
     if config.source == "jsonl":
         return JsonLinesSource(path, config.text_column, limit, skip_bad=skip_bad)
     if config.source == "shards":
-        return MixtureSource(config.weights()) if config.mixture else ShardSource(path, limit)
+        weights = config.weights()
+        return ShardSource([*weights] or [path], [*weights.values()], None if weights else limit)
     if config.source == "text":
         return TextFolderSource(path, config.suffixes, limit, skip_bad=skip_bad)
     return ParquetSource(path, config.text_column, limit, skip_bad=skip_bad)

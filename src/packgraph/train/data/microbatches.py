@@ -58,7 +58,7 @@ from packgraph.train.data.tokenizer import (
     is_made_by,
     read_tokenized,
 )
-from packgraph.train.data.workers import TokenizedAhead
+from packgraph.train.data.workers import TokenizedAhead, Work
 
 VERSION = 2
 
@@ -137,9 +137,8 @@ class Microbatches:
         self._known: KnownAhead | None = None
         if isinstance(source, StoredSource) and is_made_by(source.made, tokenizer):
             self._known = KnownAhead(source, self._order, self._capacities.longest)
-        self._ahead = (
-            TokenizedAhead(config, source, tokenizer, config.workers) if config.workers else None
-        )
+        work = Work(config, source, tokenizer.fingerprint)
+        self._ahead = TokenizedAhead(work, tokenizer, config.workers)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
@@ -255,8 +254,7 @@ class Microbatches:
                 )
             self._wait(index, {part: parts[index][part]})
         self._order.load_state_dict(state)
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._ahead.forget()
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
@@ -360,17 +358,16 @@ class Microbatches:
 
     def _take(self, index: int) -> TokenizedDocument:
         """Reads the document whose turn it is."""
-        return self._read(index) if self._ahead is None else self._ahead.take(self._order)
+        found: TokenizedDocument = self._ahead.take(self._order)
+        return found
 
     def interrupt(self) -> None:
         """Let a thread that waits for a process that tokenizes wait no longer; `close` follows."""
-        if self._ahead is not None:
-            self._ahead.interrupt()
+        self._ahead.interrupt()
 
     def close(self) -> None:
         """End the processes that tokenize, if there are any; they begin anew when needed."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.close()
 
     def _parts(
         self, index: int, read: Callable[[int], TokenizedDocument]

@@ -1,35 +1,26 @@
 """Builds a folder of shards: a source is tokenized once, by all cores.
 
-    source ─▶ ranges of documents, a few ahead ─▶ worker processes ─▶ shards, each written whole
-                                                                  └─▶ manifest.json after each
+    source ─▶ workers tokenize and encode ─▶ rows, in order ─▶ shards, each written whole
+                                                           └─▶ manifest.json after each
 
-A worker tokenizes the documents of one shard at a time and streams them into files, so nothing
-grows with the source, and only facts travel between processes. What a shard holds follows from the
-source alone, whatever the workers. The invariants: a shard in the manifest is whole on the disk; a
-build that was killed goes on with the shards that are, after their checksums were compared; a
-folder of another source or tokenizer is never written to.
+Rows come back as bytes, so this process only puts them behind each other; it holds one shard. What
+a shard holds follows from the source alone, whatever the workers. The invariants: a shard in the
+manifest is whole on the disk; a build that was killed goes on with the shards that are, after their
+checksums were compared; a folder of another source or tokenizer is never written to.
 """
 
 import contextlib
 import fcntl
 import hashlib
-import multiprocessing
+import io
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -38,6 +29,7 @@ from packgraph.packing.document import Document
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.shards import (
+    INDEX,
     MANIFEST,
     RECORD,
     Manifest,
@@ -47,177 +39,111 @@ from packgraph.train.data.shards import (
     encode_targets,
     read_manifest,
 )
-from packgraph.train.data.source import (
-    BadDocumentError,
-    BadDocuments,
-    DataError,
-    DocumentSource,
-)
+from packgraph.train.data.source import BadDocumentError, BadDocuments, DataError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, largest_id
-from packgraph.train.data.workers import SILENCE, HandedOver, follow_parent
+from packgraph.train.data.workers import BATCH, TokenizedAhead, Work
 from packgraph.train.run_files import sync_file, sync_folder, write_json, writing
 
 MOST_SHARDS, FEWEST_ROWS = 1024, 2048  # where the size of shards is not given
-AHEAD = 2  # shards for each worker that are handed out
 SECONDS = 10.0  # between lines of progress
-LOOK = 5.0  # seconds between two looks at what workers write, where no shard is finished
 REMEDY = "Make room there or choose another folder; finished shards are kept"
-UNFINISHED = "*.unfinished"
-Task = tuple[Callable[[int], Any], int]  # and the number of the shard
+AGAIN = "Run the same command again, which keeps finished shards"
+UNFINISHED = ".unfinished"
 
 
-class HashedFile:
-    """A new file and its SHA-256, under a name that shows it is not finished until `finish`."""
+class EncodedRow(NamedTuple):
+    """A document of a source as it is stored.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        self._stream, self._digest, self.size = self._partial.open("wb"), hashlib.sha256(), 0
+    Attributes:
+        documents: Length, loss tokens, checksum, kind, tokens and targets of each.
+        largest_id: Of their tokens and labels, -1 without any.
+        bad: Why it is left out; "" where it is not.
+    """
 
-    def write(self, content: bytes) -> None:
-        """Append."""
-        self._stream.write(content)
-        self._digest.update(content)
-        self.size += len(content)
-
-    def finish(self) -> ShardFile:
-        """Wait for the disk and give the file its name."""
-        self._stream.close()
-        sync_file(self._partial)
-        os.replace(self._partial, self._path)
-        return ShardFile(self.size, self._digest.hexdigest())
-
-    def drop(self) -> None:
-        """Close and remove what is not finished."""
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
+    documents: list[tuple[int, int, int, int, bytes, bytes]]
+    largest_id: int
+    bad: str = ""
 
 
-class ShardWriter:
-    """Streams documents into the files of one shard."""
-
-    def __init__(self, folder: Path, number: int, token_type: np.dtype[Any]) -> None:
-        self._folder, self._number, self._type = folder, number, token_type
-        self._files = {name: HashedFile(self._path(name)) for name in ("tokens", "targets")}
-        self._records: list[tuple[int, int, int, int, int, int]] = []
-        self._rows = [0]
-        self._tokens = self._loss_tokens = 0
-        self._largest = -1
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{self._number:05}.{name}"
-
-    def add(self, documents: Sequence[Document]) -> None:
-        """The documents of the next row."""
-        tokens, targets = self._files["tokens"], self._files["targets"]
-        for document in documents:
-            content = document.tokens.astype(self._type).tobytes()
-            kind, predicted = encode_targets(document)
-            checksum = crc32(predicted, crc32(content))
-            loss_tokens, length = document.loss_tokens, len(document)
-            self._records.append((self._tokens, targets.size, length, loss_tokens, checksum, kind))
-            tokens.write(content)
-            targets.write(predicted)
-            self._tokens, self._loss_tokens = self._tokens + length, self._loss_tokens + loss_tokens
-        self._largest = max(self._largest, largest_id(list(documents)))
-        self._rows.append(len(self._records))
-
-    def finish(self, bad: BadDocuments) -> ShardFacts:
-        """Make the shard whole on the disk."""
-        written: dict[str, ShardFile] = {}
-        for name, content in (
-            ("documents.npy", np.array(self._records, RECORD)),
-            ("rows.npy", np.array(self._rows, np.int64)),
-        ):
-            file = self._files[name] = HashedFile(self._path(name))
-            np.lib.format.write_array(file, content, allow_pickle=False)
-        if not self._files["targets"].size:
-            self._files.pop("targets").drop()
-        for name, file in self._files.items():
-            written[self._path(name).name] = file.finish()
-        sync_folder(self._folder)
-        return ShardFacts(
-            number=self._number,
-            rows=len(self._rows) - 1,
-            documents=len(self._records),
-            tokens=self._tokens,
-            loss_tokens=self._loss_tokens,
-            largest_id=self._largest,
-            bad=bad.count,
-            first_bad=bad.first,
-            files=written,
-        )
-
-    def drop(self) -> None:
-        """Remove what was written."""
-        for file in self._files.values():
-            file.drop()
+def encoded(documents: Sequence[Document], token_bytes: int) -> EncodedRow:
+    """These documents as a row, with tokens of so many bytes."""
+    found = []
+    for document in documents:
+        tokens = document.tokens.astype(f"<u{token_bytes}").tobytes()
+        kind, targets = encode_targets(document)
+        checksum = crc32(targets, crc32(tokens))
+        found.append((len(document), document.loss_tokens, checksum, kind, tokens, targets))
+    return EncodedRow(found, largest_id(documents))
 
 
-@dataclass(frozen=True)
-class ShardWork:
-    """Work of a worker: the opened source, the tokenizer's name, and the shards' folder."""
-
-    config: DataConfig
-    source: DocumentSource
-    folder: Path
-    manifest: Manifest
-
-    def write(self, number: int, tokenizer: Tokenizer) -> ShardFacts:
-        """Tokenize and write one shard. Raises DataError and RunFileError."""
-        bad = BadDocuments()
-        with writing(self.folder, REMEDY):
-            writer = ShardWriter(self.folder, number, self.manifest.token_type)
-        try:
-            for row in self.manifest.rows_of(number):
-                documents = self._documents(row, tokenizer, bad)
-                with writing(self.folder, REMEDY):
-                    writer.add(documents)
-            with writing(self.folder, REMEDY):
-                return writer.finish(bad)
-        finally:
-            writer.drop()
-
-    def _documents(self, row: int, tokenizer: Tokenizer, bad: BadDocuments) -> list[Document]:
-        try:
-            return tokenizer.encode(self.source[row])
-        except BadDocumentError as error:
-            if self.config.on_bad == "stop":
-                raise
-            bad.add(error)
-            return []
-
-    def check(self, number: int) -> str | None:
-        """Problem of a written shard, or None."""
-        for name, expected in self.manifest.shards[number].files.items():
-            try:
-                check_file(self.folder / name, expected)
-            except DataError as error:
-                return str(error)
-        return None
+def encode_row(
+    source: DocumentSource, index: int, tokenizer: Tokenizer, *, token_bytes: int, skips_bad: bool
+) -> EncodedRow:
+    """Document `index` of a source as a row. Raises DataError."""
+    try:
+        documents = tokenizer.encode(source[index])
+    except BadDocumentError as error:
+        if not skips_bad:
+            raise
+        return EncodedRow([], -1, str(error))
+    return encoded(documents, token_bytes)
 
 
-_worker: list[tuple[ShardWork, Tokenizer]] = []
+def write_shard(folder: Path, number: int, rows: Iterable[EncodedRow]) -> ShardFacts:
+    """Write these rows as shard `number`, whole or not at all. Raises RunFileError, and what `rows`
+    raises."""
+    records, firsts, tokens, targets = [], [0], bytearray(), bytearray()
+    bad, largest, length_so_far = BadDocuments(), -1, 0
+    for row in rows:
+        for length, loss_tokens, checksum, kind, own_tokens, own_targets in row.documents:
+            record = length_so_far, len(targets), length, loss_tokens, checksum, kind
+            records.append(record)
+            length_so_far += length
+            tokens += own_tokens
+            targets += own_targets
+        firsts.append(len(records))
+        largest = max(largest, row.largest_id)
+        if row.bad:
+            bad.add(row.bad)
+    index = np.array(records, RECORD)
+    arrays = dict(zip(INDEX, (index, np.array(firsts, np.int64)), strict=True))
+    contents = {"tokens": tokens, **({"targets": targets} if targets else {})}
+    contents |= {name: _in_numpys_format(array) for name, array in arrays.items()}
+    with writing(folder, REMEDY):
+        files = {
+            f"{number:05}.{name}": _write(folder / f"{number:05}.{name}", content)
+            for name, content in contents.items()
+        }
+        sync_folder(folder)
+    return ShardFacts(
+        number=number,
+        rows=len(firsts) - 1,
+        documents=len(records),
+        tokens=length_so_far,
+        loss_tokens=int(index["loss_tokens"].sum(dtype=np.int64)),
+        largest_id=largest,
+        bad=bad.count,
+        first_bad=bad.first,
+        files=files,
+    )
 
 
-def _hold(work: ShardWork) -> None:
-    """In a new worker: what it is to work on."""
-    _worker[:] = [(work, build_tokenizer(work.config))]
+def _in_numpys_format(array: np.ndarray) -> bytearray:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, array, allow_pickle=False)
+    return bytearray(stream.getbuffer())
 
 
-def _begin(work: ShardWork) -> None:
-    """In a new process: end with the one that started it, and leave Ctrl-C to that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follow_parent()
-    _hold(work)
-
-
-def _write(number: int) -> ShardFacts:
-    work, tokenizer = _worker[0]
-    return work.write(number, tokenizer)
-
-
-def _check(number: int) -> str | None:
-    return _worker[0][0].check(number)
+def _write(path: Path, content: bytearray) -> ShardFile:
+    """Write a file, which has its name only when the disk has all of it."""
+    partial_ = path.with_name(path.name + UNFINISHED)
+    try:
+        partial_.write_bytes(content)
+        sync_file(partial_)
+        os.replace(partial_, path)
+    finally:
+        partial_.unlink(missing_ok=True)
+    return ShardFile(len(content), hashlib.sha256(content).hexdigest())
 
 
 def build_shards(
@@ -233,7 +159,7 @@ def build_shards(
     Args:
         config: Source, tokenizer and `on_bad`; packing does not matter.
         folder: Where the shards are or are to be.
-        workers: Processes that tokenize. None takes all cores.
+        workers: Processes that tokenize; 1 = this one. None takes all cores.
         rows_per_shard: Documents of the source in a shard. None follows from their number.
         tell: Gets lines of progress.
 
@@ -241,8 +167,8 @@ def build_shards(
         The manifest, which is complete.
 
     Raises:
-        DataError: For data that cannot be tokenized, and for a folder of another source or
-            tokenizer.
+        DataError: For data that cannot be tokenized, for a folder of another source or tokenizer,
+            and where a worker is lost.
         RunFileError: If the folder cannot be written.
     """
     tokenizer = build_tokenizer(config)
@@ -262,10 +188,26 @@ def build_shards(
         folder.mkdir(parents=True, exist_ok=True)
     with _only_builder(folder):
         manifest = _with_earlier(folder, manifest, tell)
-        for left in folder.glob(UNFINISHED):
-            left.unlink()
-        work = ShardWork(config, source, folder, manifest)
-        _run(work, workers or len(os.sched_getaffinity(0)), tell)
+        missing = [number for number in range(manifest.count) if number not in manifest.shards]
+        count = min(workers or len(os.sched_getaffinity(0)), -(-rows // BATCH))
+        answer = partial(
+            encode_row, token_bytes=manifest.token_bytes, skips_bad=config.on_bad == "skip"
+        )
+        work = Work(config, source, tokenizer.fingerprint, answer)
+        ahead = TokenizedAhead(work, tokenizer, 0 if workers == 1 else count, AGAIN)
+        began = told = time.monotonic()
+        tokens = 0
+        with contextlib.closing(ahead):
+            coming = ahead.each(row for one in missing for row in manifest.rows_of(one))
+            for number in missing:
+                shard = write_shard(folder, number, islice(coming, len(manifest.rows_of(number))))
+                manifest.shards[number] = shard
+                write_json(folder / MANIFEST, manifest.to_json())
+                tokens, now = tokens + shard.tokens, time.monotonic()
+                if now - told >= SECONDS:
+                    told, speed = now, tokens / (now - began)
+                    done = f"shard {len(manifest.shards)} of {manifest.count}"
+                    tell(f"{done}, {speed:,.0f} tokens/s")
         source.check_unchanged()
     return manifest
 
@@ -285,22 +227,16 @@ def _only_builder(folder: Path) -> Iterator[None]:
 
 
 def _with_earlier(folder: Path, manifest: Manifest, tell: Callable[[str], None]) -> Manifest:
-    """`manifest` with the shards that an earlier build has left, none where its manifest is
-    damaged. Raises DataError if that was of something else."""
-    if not (folder / MANIFEST).exists():
-        others = [path.name for path in folder.iterdir() if not path.match(UNFINISHED)]
-        if others:
-            raise DataError(
-                f"{folder}: holds {sorted(others)[0]}, but no {MANIFEST}; name a new folder"
-            )
-        write_json(folder / MANIFEST, manifest.to_json())
-        return manifest
+    """`manifest` with the shards of an earlier build that are whole, none where its manifest is
+    damaged; what is not finished is removed. Raises DataError if that was of something else."""
+    there = sorted(path.name for path in folder.iterdir() if path.suffix != UNFINISHED)
+    if there and MANIFEST not in there:
+        raise DataError(f"{folder}: holds {there[0]}, but no {MANIFEST}; name a new folder")
     try:
-        earlier = read_manifest(folder)
+        earlier = read_manifest(folder) if there else manifest
     except DataError as error:
         tell(f"all shards are written again: {error}")
-        write_json(folder / MANIFEST, manifest.to_json())
-        return manifest
+        earlier = manifest
     differences = [
         f"{name} was {before!r}, is {now!r}"
         for name in ("tokenizer", "source", "rows", "rows_per_shard", "on_bad")
@@ -311,115 +247,29 @@ def _with_earlier(folder: Path, manifest: Manifest, tell: Callable[[str], None])
             f"{folder}: holds shards of something else ({'; '.join(differences)}); name a new "
             "folder, or remove it"
         )
-    return replace(manifest, shards=earlier.shards)
+    for left in folder.glob(f"*{UNFINISHED}"):
+        left.unlink()
+    kept = dict(earlier.shards)
+    for number in earlier.shards:
+        if problems := _problems(folder, earlier, number):
+            tell(f"shard {number} is written again: {problems[0]}")
+            del kept[number]
+    manifest = replace(manifest, shards=kept)
+    write_json(folder / MANIFEST, manifest.to_json())
+    return manifest
 
 
-@contextlib.contextmanager
-def _pool(work: ShardWork, workers: int) -> Iterator[Executor]:
-    """Runs the workers within the block; one of them needs no process of its own."""
-    pool: Executor
-    with contextlib.ExitStack() as held:
-        if workers == 1:
-            pool = ThreadPoolExecutor(1, initializer=_hold, initargs=(work,))
-        else:
-            handed: Any = held.enter_context(contextlib.closing(HandedOver(work)))
-            spawn = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(handed,))
-        held.callback(pool.shutdown, cancel_futures=True)
-        yield pool
-
-
-def _submit(pool: Executor, task: Task) -> Future[Any]:
-    try:
-        return pool.submit(task[0], task[1])
-    except (OSError, ValueError) as error:  # a killed worker closed pipes of the one that starts
-        raise BrokenProcessPool from error
-
-
-def _run(work: ShardWork, workers: int, tell: Callable[[str], None]) -> None:
-    """Check the shards that are there and write the others, a few ahead."""
-    manifest = work.manifest
-    tasks: Iterator[Task] = (
-        (_check if number in manifest.shards else _write, number)
-        for number in range(manifest.count)
-    )
-    open_: dict[Future[Any], Task] = {}
-    progress, standstill = BuildProgress(manifest, tell), Standstill(work, tell)
-    try:
-        with _pool(work, min(workers, manifest.count)) as pool:
-            while True:
-                while len(open_) < AHEAD * workers and (task := next(tasks, None)) is not None:
-                    open_[_submit(pool, task)] = task
-                if not open_:
-                    break
-                finished = wait(open_, LOOK, FIRST_COMPLETED).done
-                standstill.look(len(finished))
-                for future in finished:
-                    kind, number = open_.pop(future)
-                    found = future.result()
-                    if kind is _check and found is not None:
-                        tell(f"shard {number} is written again: {found}")
-                        del manifest.shards[number]
-                        open_[_submit(pool, (_write, number))] = (_write, number)
-                    elif kind is _write:
-                        manifest.shards[number] = found
-                        write_json(work.folder / MANIFEST, manifest.to_json())
-                        progress.count(found)
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"{work.folder}: a worker was killed (is there enough memory for it?); run the same "
-            "command again, which keeps finished shards"
-        ) from error
-
-
-class Standstill:
-    """Time in which no worker has got any further."""
-
-    def __init__(self, work: ShardWork, tell: Callable[[str], None]) -> None:
-        """work: of the build, whose workers are started later."""
-        self._folder, self._limit, self._tell = work.folder, work.config.worker_timeout, tell
-        self._others = multiprocessing.active_children()
-        self._written, self._waited = -1, 0.0
-
-    def look(self, finished: int) -> None:
-        """Look again, after `LOOK` seconds or as soon as shards are `finished`. Raises DataError
-        after the limit, and ends the workers, since the build would wait for them."""
-        written = 0
-        for path in self._folder.glob(UNFINISHED):
-            with contextlib.suppress(FileNotFoundError):
-                written += path.stat().st_size
-        if finished or written != self._written:
-            self._written, self._waited = written, 0.0
-            return
-        self._waited += LOOK
-        started = [one for one in multiprocessing.active_children() if one not in self._others]
-        named = f"; processes {', '.join(str(one.pid) for one in started)}" if started else ""
-        what = f"{self._folder}: no worker has written anything for {self._waited:g} s{named}"
-        if started and self._waited >= self._limit:
-            for one in started:
-                one.kill()
-            raise DataError(f"{what}. Run the same command again, which keeps finished shards")
-        if not self._waited % SILENCE:
-            self._tell(f"{what}: stopped, or at a file system that hangs?")
-
-
-class BuildProgress:
-    """Says now and then how far a build is."""
-
-    def __init__(self, manifest: Manifest, tell: Callable[[str], None]) -> None:
-        self._manifest, self._tell = manifest, tell
-        self._began = self._told = time.monotonic()
-        self._tokens = 0
-
-    def count(self, shard: ShardFacts) -> None:
-        """One more shard is written."""
-        self._tokens, now = self._tokens + shard.tokens, time.monotonic()
-        if now - self._told < SECONDS:
-            return
-        self._told = now
-        speed = self._tokens / (now - self._began)
-        done, all_ = len(self._manifest.shards), self._manifest.count
-        self._tell(f"shard {done} of {all_}, {speed:,.0f} tokens/s")
+def _problems(folder: Path, manifest: Manifest, number: int) -> list[str]:
+    """Faults of the files of a shard that is written, or that it is not."""
+    if number not in manifest.shards:
+        return [f"{folder}: shard {number} of {manifest.count} is not written"]
+    found = []
+    for name, expected in manifest.shards[number].files.items():
+        try:
+            check_file(folder / name, expected)
+        except DataError as error:
+            found.append(str(error))
+    return found
 
 
 def check_shards(folder: Path) -> tuple[Manifest, list[str]]:
@@ -428,14 +278,5 @@ def check_shards(folder: Path) -> tuple[Manifest, list[str]]:
     Raises DataError where there is no manifest.
     """
     manifest = read_manifest(folder)
-    problems = []
-    for number in range(manifest.count):
-        if number not in manifest.shards:
-            problems.append(f"{folder}: shard {number} of {manifest.count} is not written")
-            continue
-        for name, expected in manifest.shards[number].files.items():
-            try:
-                check_file(folder / name, expected)
-            except DataError as error:
-                problems.append(str(error))
-    return manifest, problems
+    numbers = range(manifest.count)
+    return manifest, [text for number in numbers for text in _problems(folder, manifest, number)]

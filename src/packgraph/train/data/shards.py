@@ -17,7 +17,8 @@ sizes and its index has the checksums of the manifest.
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,11 @@ from packgraph.train.config.values import convert, resolved_types
 from packgraph.train.data.files import FileStamp, check_all
 from packgraph.train.data.order import SourcePart
 from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName
-from packgraph.train.run_files import read_json
+from packgraph.train.run_files import digest_of, read_json
 
 FORMAT = 1
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)  # of fields that are not there
 MANIFEST = "manifest.json"
-CHUNK = 2**22  # bytes that are hashed at a time
 # What a document may predict: all of its tokens, those of a mask of bits, or int32 labels.
 ALL, MASK, LABELS = 0, 1, 2
 RECORD = np.dtype(
@@ -180,23 +180,14 @@ def _typed(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_file(path: Path, expected: ShardFile) -> None:
-    """Raise DataError naming `path` unless it is what was written."""
-    check_size(path, expected)
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while content := stream.read(CHUNK):
-            digest.update(content)
-    if digest.hexdigest() != expected.sha256:
-        raise damaged(path, "its SHA-256 is not that of the manifest")
-
-
-def check_size(path: Path, expected: ShardFile) -> None:
-    """Raise DataError naming `path` unless it has the size that was written."""
+def check_file(path: Path, expected: ShardFile, *, content: bool = True) -> None:
+    """Raise DataError naming `path` unless it has the size that was written, and the content."""
     found = path.stat().st_size if path.is_file() else -1
     if found != expected.size:
         what = "it is gone" if found < 0 else f"it has {found:,} bytes, not {expected.size:,}"
         raise damaged(path, what)
+    if content and digest_of(path) != expected.sha256:
+        raise damaged(path, "its SHA-256 is not that of the manifest")
 
 
 def damaged(path: Path, what: str) -> DataError:
@@ -245,7 +236,7 @@ class Shard:
         """Raises DataError naming a file that is damaged."""
         self.stamps: list[tuple[Path, FileStamp]] = []
         for name, expected in facts.files.items():
-            (check_file if name.endswith(".npy") else check_size)(folder / name, expected)
+            check_file(folder / name, expected, content=name.endswith(".npy"))
             self.stamps.append((folder / name, FileStamp.of((folder / name).stat())))
         prefix = folder / f"{facts.number:05}"
         records, rows = (prefix.with_suffix(f".{name}") for name in INDEX)
@@ -369,94 +360,80 @@ class StoredDocument:
 
 
 class ShardSource:
-    """The documents of a folder of shards, as `DocumentSource`."""
+    """The documents of folders of shards, one folder after another, as `DocumentSource` and
+    `StoredSource`; a mixture of them is a `WeightedSource`, too.
 
-    def __init__(self, path: str, limit: int | None = None) -> None:
-        """limit: number of documents of the source to use. Raises DataError."""
-        folder = Path(path).expanduser()
-        self.manifest = manifest = read_manifest(folder)
-        if not manifest.is_complete:
-            raise DataError(
-                f"{folder}: {len(manifest.shards)} of {manifest.count} shards are written; run "
-                "packgraph data build again, which goes on"
-            )
-        self._path = path
-        self.made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
-        facts = [manifest.shards[number] for number in range(manifest.count)]
-        self._shards = [Shard(folder, one, manifest.token_type) for one in facts]
-        self._rows = manifest.rows if limit is None else min(limit, manifest.rows)
-        # All of them in memory, 8 bytes each: documents in a shuffled order are in any shard.
-        self.lengths_of_rows = np.concatenate([one.lengths_of_rows() for one in self._shards], 1)
-        self.bad = BadDocuments(
-            sum(one.bad for one in facts), [text for one in facts for text in one.first_bad]
+    Attributes:
+        made: The tokenizer of all folders; None where it is not one.
+        parts: Documents and weight of each folder of a mixture.
+    """
+
+    parts: Sequence[SourcePart]
+
+    def __init__(
+        self, folders: Sequence[str], weights: Sequence[float] = (), limit: int | None = None
+    ) -> None:
+        """weights: of the folders of a mixture. limit: documents to use, of a single folder.
+
+        Raises DataError for a folder that is not whole or is damaged.
+        """
+        # Each shard with its folder, the first document of that, and the tokenizer.
+        self._shards: list[tuple[Shard, str, int, TokenizerName]] = []
+        self._starts: list[int] = []  # first document of each shard
+        self._total, self.bad, self.largest_id = 0, BadDocuments(), (-1, "")
+        fingerprints, parts = list[str](), list[SourcePart]()
+        for path, weight in zip(folders, weights or [1.0], strict=True):
+            folder, first = Path(path).expanduser(), self._total
+            manifest = read_manifest(folder)
+            if not manifest.is_complete:
+                raise DataError(
+                    f"{folder}: {len(manifest.shards)} of {manifest.count} shards are written; run "
+                    "packgraph data build again, which goes on"
+                )
+            made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
+            for number, facts in sorted(manifest.shards.items()):
+                self._shards.append((Shard(folder, facts, manifest.token_type), path, first, made))
+                self._starts.append(first + manifest.rows_of(number).start)
+                self.bad += BadDocuments(facts.bad, list(facts.first_bad))
+                self.largest_id = max(self.largest_id, (facts.largest_id, path))
+            documents = manifest.rows if limit is None else min(limit, manifest.rows)
+            self._total += documents
+            parts.append(SourcePart(documents, weight))
+            shards = (manifest.shards[number] for number in range(manifest.count))
+            names = [one.sha256 for facts in shards for one in facts.files.values()]
+            fingerprints.append(_digest([str(documents), *names]))
+        if weights:
+            self.parts = parts
+        self._fingerprint = (
+            _digest([*fingerprints, *map(str, parts)]) if weights else fingerprints[0]
         )
-        self.largest_id = max((one.largest_id for one in facts), default=-1), path
-        names = [one.sha256 for shard in facts for one in shard.files.values()]
-        digest = hashlib.sha256(" ".join([str(self._rows), *names]).encode())
-        self._fingerprint = digest.hexdigest()[:16]
+        tokenizers = {made for *_, made in self._shards}
+        self.made = tokenizers.pop() if len(tokenizers) == 1 else None
+        # In memory, 8 bytes a document: those of a shuffled order are in any shard.
+        self._lengths = np.concatenate([one.lengths_of_rows() for one, *_ in self._shards], 1)
 
     def __len__(self) -> int:
-        return self._rows
+        return self._total
 
     def __getitem__(self, index: int) -> SourceDocument:
-        number, row = divmod(index, self.manifest.rows_per_shard)
-        return SourceDocument(
-            f"{self._path}, document {index}", stored=self._shards[number].row(row), made=self.made
-        )
+        place = bisect_right(self._starts, index) - 1
+        shard, path, first, made = self._shards[place]
+        where, row = f"{path}, document {index - first}", index - self._starts[place]
+        return SourceDocument(where, stored=shard.row(row), made=made)
 
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `StoredSource.lengths`."""
-        tokens, loss_tokens = self.lengths_of_rows[:, indexes].astype(np.int64)
+        tokens, loss_tokens = self._lengths[:, indexes].astype(np.int64)
         return tokens, loss_tokens
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(stamp for shard in self._shards for stamp in shard.stamps)
+        check_all(stamp for shard, *_ in self._shards for stamp in shard.stamps)
 
     def fingerprint(self) -> str:
-        """Hash of the checksums of all files."""
+        """Hash of the checksums of all files, and the weights of a mixture."""
         return self._fingerprint
 
 
-class MixtureSource:
-    """Several folders of shards, one after another, each with its weight; a `WeightedSource`."""
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        """weights: of each folder. Raises DataError, also for folders of different tokenizers."""
-        self._sources = [ShardSource(path) for path in weights]
-        self.parts = [
-            SourcePart(len(source), weight)
-            for source, weight in zip(self._sources, weights.values(), strict=True)
-        ]
-        made = {source.made for source in self._sources}
-        self.made = made.pop() if len(made) == 1 else None
-        self._first = np.cumsum([0, *map(len, self._sources)])
-        self.bad = sum((source.bad for source in self._sources), BadDocuments())
-        self.largest_id = max(source.largest_id for source in self._sources)
-        described = [*(source.fingerprint() for source in self._sources), *map(str, self.parts)]
-        self._fingerprint = hashlib.sha256(" ".join(described).encode()).hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return int(self._first[-1])
-
-    def __getitem__(self, index: int) -> SourceDocument:
-        place = int(np.searchsorted(self._first, index, "right")) - 1
-        return self._sources[place][index - int(self._first[place])]
-
-    def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `StoredSource.lengths`."""
-        found = np.zeros((2, len(indexes)), np.int64)
-        places = np.searchsorted(self._first, indexes, "right") - 1
-        for place in np.unique(places):
-            here = places == place
-            found[:, here] = self._sources[place].lengths(indexes[here] - self._first[place])
-        return found[0], found[1]
-
-    def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        for source in self._sources:
-            source.check_unchanged()
-
-    def fingerprint(self) -> str:
-        """Hash of those of all folders, and their weights."""
-        return self._fingerprint
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]

@@ -46,7 +46,7 @@ class BadDocuments:
     count: int = 0
     first: list[str] = field(default_factory=list)
 
-    def add(self, error: BadDocumentError) -> None:
+    def add(self, error: BadDocumentError | str) -> None:
         """Count the document that `error` is about."""
         self.count += 1
         if len(self.first) < PLACES_KEPT:

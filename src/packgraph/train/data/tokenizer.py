@@ -72,7 +72,7 @@ def documents_of_row(row: Mapping[str, Any], where: str, vocab_size: int) -> lis
     return documents
 
 
-def largest_id(documents: list[Document]) -> int:
+def largest_id(documents: Sequence[Document]) -> int:
     """The largest token id or label of documents, -1 without any."""
     found = [
         ids

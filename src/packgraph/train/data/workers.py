@@ -1,12 +1,13 @@
 """Worker processes that read and tokenize documents ahead of their turn.
 
     order ─▶ batches of indices, a bounded number ahead ─▶ pipes ─▶ workers: read, tokenize
-    stream ◀── in order ◀── tokens, each batch from its own worker ◀── pipes ◀──┘
+    stream ◀── in order ◀── answers, each batch from its own worker ◀── pipes ◀──┘
 
-Workers get the opened source once, so that they see the files that this process saw, and build
-their tokenizer from the config. They hold no state of the stream: what was handed out may be
-forgotten at any time, and the next documents are handed out anew. So a run with workers is the run
-without, and a checkpoint says nothing of them.
+The live stream takes documents by an order of epochs (`take`), a build of shards takes all of them
+(`each`). Workers get the opened source once, so that they see the files that this process saw, and
+build their tokenizer from the config. They hold no state: what was handed out may be forgotten at
+any time, and is handed out anew. So a run with workers is the run without, and a checkpoint says
+nothing of them.
 
 Failures are those of one process. A document that a worker fails at is read here when its turn
 comes, which raises the same error with the same place. A worker that is lost, or does not answer
@@ -22,7 +23,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,19 +35,11 @@ from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.packing.document import Document, Ids
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.order import DocumentOrder, OrderPlace
 from packgraph.train.data.source import DataError, DocumentSource
-from packgraph.train.data.tokenizer import (
-    TokenizedDocument,
-    Tokenizer,
-    build_tokenizer,
-    read_tokenized,
-)
+from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, read_tokenized
 from packgraph.train.signals import SIGNALS
 
 # With BPE a batch of documents of 240 tokens takes a worker 4 ms, and all that is ahead 130 ms:
@@ -56,19 +49,7 @@ AHEAD = 32  # batches for each worker that are handed out and not taken
 SECONDS = 10.0  # that a process that closed its pipe has to end
 TICK = 0.5  # seconds between two looks at a worker that does not answer
 SILENCE = 30.0  # seconds without an answer until that is told
-Outcome = TokenizedDocument | str  # str: why a worker failed
-
-
-def follow_parent() -> None:
-    """In a new process: end with the one that started it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+RESUME = "Resume the run: any number of data.workers, also 0, goes on with the same documents"
 
 
 class HandedOver:
@@ -97,84 +78,94 @@ def _handed_over(memory: Any) -> Any:
 
 
 class Work(NamedTuple):
-    """The work of a tokenizing worker. fingerprint: of the tokenizer."""
+    """Work of a worker.
+
+    Attributes:
+        config: Names the tokenizer.
+        source: Can be pickled.
+        fingerprint: Of the tokenizer that this process has.
+        answer: Function of a module that makes what is sent back of a document, out of the source,
+            its index and the tokenizer.
+    """
 
     config: DataConfig
     source: DocumentSource
     fingerprint: str
+    answer: Callable[[DocumentSource, int, Tokenizer], Any] = read_tokenized
+
+
+class Failure(NamedTuple):
+    """Answer of a worker that failed at a document. why: its error."""
+
+    why: str
 
 
 def serve(pipe: Connection, work: Work) -> None:
-    """Tokenize batches of indices until the pipe is closed; what a worker runs."""
-    follow_parent()
-    config, source, fingerprint = work
+    """Answer batches of indices until the pipe is closed or the parent ends; what a worker runs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def end_with_parent() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     tokenizer: Tokenizer | None = None
+    problem = f"{work.config.tokenizer} was changed since the run opened it"
     try:
-        tokenizer = build_tokenizer(config)
-        problem = f"{config.tokenizer} was changed since the run opened it"
+        tokenizer = build_tokenizer(work.config)
     except DataError as error:
         problem = str(error)
-    if tokenizer is not None and tokenizer.fingerprint != fingerprint:
+    if tokenizer is not None and tokenizer.fingerprint != work.fingerprint:
         tokenizer = None
     thread = ThreadPoolExecutor(1)
-    outcomes: list[Outcome] | None = None
-    while True:
-        try:
-            if outcomes is not None:
-                pipe.send(outcomes)
+    with contextlib.suppress(EOFError, OSError):  # nobody asks any more
+        while True:
             indices: list[int] = pipe.recv()
-        except (EOFError, OSError):
-            return  # nobody asks any more
-        if tokenizer is None:
-            outcomes = [problem] * len(indices)
-        else:
-            outcomes = _outcomes(thread, source, indices, tokenizer)
+            if tokenizer is None:
+                pipe.send([Failure(problem)] * len(indices))
+            else:
+                pipe.send(_answers(thread, work, indices, tokenizer))
 
 
-def _outcomes(
-    thread: Executor, source: DocumentSource, indices: Sequence[int], tokenizer: Tokenizer
-) -> list[Outcome]:
-    """Outcomes of a batch. thread: keeps whatever error a document meets, so this process goes
-    on."""
-    outcomes: list[Outcome] = []
-    kind = np.dtype("int32" if tokenizer.vocab_size <= 2**31 else "int64")
+def _answers(
+    thread: Executor, work: Work, indices: Sequence[int], tokenizer: Tokenizer
+) -> list[Any]:
+    """Answers to a batch. thread: keeps whatever error a document meets, so the worker goes on."""
+    answers: list[Any] = []
 
     def read() -> None:
-        for index in indices[len(outcomes) :]:
-            outcomes.append(_with_type(read_tokenized(source, index, tokenizer), kind))
+        for index in indices[len(answers) :]:
+            answers.append(work.answer(work.source, index, tokenizer))
 
-    while len(outcomes) < len(indices):
+    while len(answers) < len(indices):
         error = thread.submit(read).exception()
         if error is not None:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    return outcomes
-
-
-def _with_type(found: TokenizedDocument, kind: np.dtype[Any]) -> TokenizedDocument:
-    """The same with ids of another type: half as many bytes for the pipe."""
-
-    def changed(ids: Ids | None) -> Ids | None:
-        return None if ids is None else ids.astype(kind)
-
-    loaded = [document.load() for document in found.documents]
-    documents = [Document(one.tokens.astype(kind), changed(one.targets)) for one in loaded]
-    return TokenizedDocument(found.where, documents, found.why_unlabelled)
+            answers.append(Failure(f"{type(error).__name__}: {error}"))
+    return answers
 
 
 @dataclass(eq=False)
 class Batch:
-    """Documents that are handed out together. outcomes: None until they are received."""
+    """Documents that are handed out together. answers: None until they are received."""
 
     places: list[OrderPlace]
     worker: "TokenizerProcess"
-    outcomes: list[Outcome] | None = None
+    answers: list[Any] | None = None
 
 
 class TokenizerProcess:
-    """A worker and its pipe. asked: batches that it has not answered yet, in order."""
+    """A worker and its pipe.
+
+    Attributes:
+        asked: Batches that it has not answered yet, in order.
+        is_lost: It ended, or did not answer in time.
+    """
 
     def __init__(self, number: int, work: HandedOver, limit: float) -> None:
-        """work: of `Work`. limit: seconds that an answer may take."""
+        """work: of `Work`. limit: seconds that an answer may take. Raises OSError and ValueError
+        where it cannot be started."""
         self._limit = limit
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
@@ -192,15 +183,13 @@ class TokenizerProcess:
             self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()  # so that the pipe ends with the worker
+            theirs.close()  # so that the pipe ends with the worker
 
     def ask(self, batch: Batch) -> None:
         """Hand out a batch. A worker that is lost is noticed where an answer is missing."""
         self.asked.append(batch)
-        try:
+        with contextlib.suppress(OSError):  # what it has answered before is still to be read
             self.pipe.send([place.document for place in batch.places])
-        except OSError:
-            return  # what it has answered before is still to be read
 
     def receive(self) -> None:
         """Wait for the next answer, for the end of the worker, or until the limit is over."""
@@ -213,17 +202,17 @@ class TokenizerProcess:
                     return
                 if waited == min(SILENCE, self._limit / 2 // TICK * TICK):
                     self._tell(waited)
-            outcomes = self.pipe.recv()
+            answers = self.pipe.recv()
         except (EOFError, OSError):
             self.is_lost = True
             return
-        self.asked.popleft().outcomes = outcomes
+        self.asked.popleft().answers = answers
 
     def _tell(self, waited: float) -> None:
         asked = ", ".join(str(place.document) for place in self.asked[0].places)
         warnings.warn(
             f"a worker that tokenizes (process {self.process.pid}) has not answered for "
-            f"{waited:g} s; it has documents {asked}. The run waits up to {self._limit:g} s "
+            f"{waited:g} s; it has documents {asked}. It is waited for up to {self._limit:g} s "
             "(data.worker_timeout): is the worker stopped, or at a file system that hangs?",
             PackgraphWarning,
             stacklevel=2,
@@ -256,8 +245,14 @@ def _end(workers: list[TokenizerProcess]) -> None:
 
 @dataclass(eq=False)
 class ComingDocuments:
-    """Documents of one part of the order that are handed out. at: which of the first batch was
-    taken last. most: batches."""
+    """Documents of one part of the order that are handed out.
+
+    Attributes:
+        coming: Places that are not handed out yet.
+        most: Batches that are handed out.
+        batches: Handed out and not taken.
+        at: Which of the first batch was taken last.
+    """
 
     coming: Iterator[OrderPlace]
     most: int
@@ -271,41 +266,50 @@ class ComingDocuments:
 
 
 class TokenizedAhead:
-    """The documents of an order, tokenized by worker processes.
+    """Documents that worker processes tokenize, or this one where there are none.
 
     The processes start with the first document that is taken, and end with `close`, or when this
     object or its process ends.
     """
 
     def __init__(
-        self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer, workers: int
+        self, work: Work, tokenizer: Tokenizer, workers: int, remedy: str = RESUME
     ) -> None:
-        """source: can be pickled. tokenizer: the one that `config` names, for what workers fail
-        at."""
-        self._config, self._source, self._tokenizer = config, source, tokenizer
-        self._count = workers
+        """tokenizer: the one that `work` names, for what workers fail at. remedy: what to do where
+        a worker is lost."""
+        self._work, self._tokenizer, self._count, self._remedy = work, tokenizer, workers, remedy
         self._workers: list[TokenizerProcess] = []
         self._parts: list[ComingDocuments] = []
         self._finalizer: Finalize | None = None
 
-    def take(self, order: DocumentOrder) -> TokenizedDocument:
+    def take(self, order: DocumentOrder) -> Any:
         """The document whose turn it is. To be called once or more for each turn, without a gap.
 
         Raises what reading it in this process raises, and DataError where a worker is lost.
         """
-        if not self._workers:
-            self._start()
+        if not self._count:
+            return self._here(order.place.document)
         if not self._parts:
             most = [max(2, ceil(share * AHEAD * self._count)) for share in order.shares()]
-            self._parts = list(map(ComingDocuments, order.coming(), most))
-            for part in self._parts:
-                self._hand_out(part)
+            self._begin(list(map(ComingDocuments, order.coming(), most)))
         place, part = order.place, self._parts[order.place.part]
         if part.place != place:
             self._go_on(part)
         if part.place != place:
             raise RuntimeError(f"expected the document at {part.place}, not at {place}")
-        return self._outcome(part.batches[0], part.at)
+        return self._answer(part)
+
+    def each(self, indices: Iterable[int]) -> Iterator[Any]:
+        """All documents of these indices, in this order. Raises what `take` raises."""
+        if not self._count:
+            yield from map(self._here, indices)
+            return
+        places = (OrderPlace(0, 0, index, index) for index in indices)
+        part = ComingDocuments(places, AHEAD * self._count)
+        self._begin([part])
+        while part.place is not None:
+            yield self._answer(part)
+            self._go_on(part)
 
     def forget(self) -> None:
         """The order goes on elsewhere: what is handed out is not needed any more."""
@@ -323,20 +327,33 @@ class TokenizedAhead:
             self._finalizer()
             self._finalizer = None
 
-    def _start(self) -> None:
-        # Before multiprocessing itself ends its processes by SIGTERM, which workers do not heed.
-        self._finalizer = Finalize(self, _end, args=(self._workers,), exitpriority=10)
-        try:
-            self._start_all()
-        except BaseException:
-            self.close()
-            raise
+    def _here(self, index: int) -> Any:
+        return self._work.answer(self._work.source, index, self._tokenizer)
 
-    def _start_all(self) -> None:
-        work = Work(self._config, self._source, self._tokenizer.fingerprint)
-        with contextlib.closing(HandedOver(work)) as handed:
+    def _begin(self, parts: list[ComingDocuments]) -> None:
+        """Start the workers, if they are not, and hand out the first documents."""
+        if not self._workers:
+            # Before multiprocessing itself ends them by SIGTERM, which workers do not heed.
+            self._finalizer = Finalize(self, _end, args=(self._workers,), exitpriority=10)
+            try:
+                self._start()
+            except (OSError, ValueError) as error:
+                self.close()
+                raise DataError(
+                    f"a worker that tokenizes was killed as it started, or could not be started "
+                    f"({error}). {self._remedy}"
+                ) from error
+            except BaseException:
+                self.close()
+                raise
+        self._parts = parts
+        for part in parts:
+            self._hand_out(part)
+
+    def _start(self) -> None:
+        with contextlib.closing(HandedOver(self._work)) as handed:
             for number in range(self._count):
-                limit = self._config.worker_timeout
+                limit = self._work.config.worker_timeout
                 self._workers.append(TokenizerProcess(number, handed, limit))
 
     def _go_on(self, part: ComingDocuments) -> None:
@@ -366,21 +383,21 @@ class TokenizedAhead:
             found.receive()
         return found
 
-    def _outcome(self, batch: Batch, number: int) -> TokenizedDocument:
-        index = batch.places[number].document
-        while batch.outcomes is None:
+    def _answer(self, part: ComingDocuments) -> Any:
+        """What is sent back of the document that a part is at."""
+        batch, index = part.batches[0], part.batches[0].places[part.at].document
+        while batch.answers is None:
             if batch.worker.is_lost:
                 raise DataError(
                     f"a worker that tokenizes {batch.worker.in_words()}; document {index} was to "
-                    "come from it. Resume the run: any number of data.workers, also 0, goes on "
-                    "with the same documents"
+                    f"come from it. {self._remedy}"
                 )
             batch.worker.receive()
-        outcome = batch.outcomes[number]
-        if isinstance(outcome, TokenizedDocument):
-            return _with_type(outcome, np.dtype(np.int64))
-        found = read_tokenized(self._source, index, self._tokenizer)
+        answer = batch.answers[part.at]
+        if not isinstance(answer, Failure):
+            return answer
+        self._here(index)
         raise DataError(
-            f"{found.where}: a worker failed at it ({outcome}), but this process does not. Resume "
-            "the run with another number of data.workers, such as 0"
+            f"{self._work.source[index].where}: a worker failed at it ({answer.why}), but this "
+            f"process does not. {self._remedy}"
         )

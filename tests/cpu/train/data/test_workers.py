@@ -263,7 +263,7 @@ def test_signals_are_left_to_the_parent_from_the_first_moment_on(none_left):
         os.kill(worker.process.pid, number)
     worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
     worker.receive()
-    assert batch.outcomes[0].where == "text 7" and not worker.asked and not worker.is_lost
+    assert batch.answers[0].where == "text 7" and not worker.asked and not worker.is_lost
     worker.pipe.close()  # a worker that nobody asks ends
     worker.process.join(20)
     assert worker.process.exitcode == 0
@@ -299,7 +299,7 @@ def test_a_process_that_is_stopped_before_it_reads_its_work_holds_nobody(none_le
         worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
         with pytest.warns(PackgraphWarning, match=r"documents 7\."):
             worker.receive()
-        assert worker.is_lost and batch.outcomes is None
+        assert worker.is_lost and batch.answers is None
     worker.process.kill()
     worker.process.join()
     worker.pipe.close()
