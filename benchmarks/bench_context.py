@@ -53,10 +53,10 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.config.values import Count, option
 from packgraph.train.features.context import measured_cost
+from packgraph.train.feed import MicrobatchAssignment
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.plan import context_cost
-from packgraph.train.runners import sample_batch
-from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.strategies import sample_batch
 
 KIND: ContextWish = "ulysses"  # how ranks share attention
 STEPS = 6  # different ones that the rounds go through

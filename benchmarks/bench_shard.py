@@ -46,7 +46,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.config.values import Count, option
-from packgraph.train.step import count_loss_tokens, shares
+from packgraph.train.feed import count_loss_tokens, shares
 
 WAYS = ("fsdp+compile", "fsdp-keep+compile", "alone+compile", "none+compile", "parameters+compile")
 STEPS = 4  # different steps that the rounds go through

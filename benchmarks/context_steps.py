@@ -27,10 +27,9 @@ from packgraph.parallel.context.plan import ContextPlan, RowGroup, plan_context
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import GraphConfig
-from packgraph.train.executor import Executor
 from packgraph.train.features.context import TimeRow, time_row
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.runners import MicrobatchRunner
+from packgraph.train.strategies import MicrobatchExecutor
 
 SPARE = 256  # documents behind those of a step, to fill its gaps with
 FIXED, DYNAMIC = "fixed", "dynamic"
@@ -165,7 +164,7 @@ class ContextWay:
             granularity="layer" if granularity == "layer" else "chunk",
             autotune=False,
         )
-        self.executor = Executor(MicrobatchRunner(model, options, device), options, device)
+        self.executor = MicrobatchExecutor(model, options, device)
         self.executor.everyone = mesh.everyone()
 
     def build(self, share: Sequence[PackedBatch]) -> str | None:
@@ -207,4 +206,4 @@ class ContextWay:
 
 def row_timer(way: ContextWay, company: BenchRanks, device: torch.device) -> TimeRow:
     """Times rows by `way`; the slowest rank counts. Collective."""
-    return time_row(way.executor, device, lambda number: max(company.gather(number)))
+    return time_row(way.executor.run_step, device, lambda number: max(company.gather(number)))

@@ -39,9 +39,8 @@ from packgraph.train.data import (
 )
 from packgraph.train.data.shard_build import build_shards, encoded, write_shard
 from packgraph.train.data.shards import MANIFEST, Manifest
-from packgraph.train.feed import StepFeed
+from packgraph.train.feed import MicrobatchAssignment, StepFeed, count_loss_tokens, take_step
 from packgraph.train.run_files import write_json
-from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
 
 DOCUMENTS, LONGEST, VOCABULARY = 40_000, 16_384, 264
 CPU = torch.device("cpu")

@@ -45,9 +45,9 @@ from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.presets import qwen3_0_6b, qwen3_tiny
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import Microbatches
+from packgraph.train.feed import count_loss_tokens, take_step
 from packgraph.train.launch import prepare
 from packgraph.train.optimizer import learning_rate_of
-from packgraph.train.step import count_loss_tokens, take_step
 
 VOCABULARY = 320  # bytes, and what ends a document
 WHOLE_LIBRARY = 1_000_000  # documents: more than it has

@@ -53,8 +53,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.memory import need_of
-from packgraph.train.resident_state import without_host_state
+from packgraph.train.memory import need_of, without_host_state
 
 ALONE = "alone"
 OURS = (ALONE, "none", "gradients", "parameters")

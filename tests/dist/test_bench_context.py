@@ -15,7 +15,7 @@ from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch
-from packgraph.train.step import groups_of
+from packgraph.train.feed import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")
 

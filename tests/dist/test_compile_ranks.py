@@ -45,8 +45,8 @@ def traced(*args, compile, **options):
 def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
     with (
-        mock.patch("packgraph.train.runners.graph", traced),
-        mock.patch("packgraph.train.runners.graph", traced),
+        mock.patch("packgraph.train.strategies.graph", traced),
+        mock.patch("packgraph.train.strategies.graph", traced),
     ):
         run = trainer(Path(folder), settings, mesh=mesh)
         try:

@@ -14,7 +14,7 @@ from tracekit import differences
 from packgraph.ops.collectives import all_gather_flat
 from packgraph.parallel.buckets import ALIGNMENT, plan_gradient_buckets
 from packgraph.parallel.data import FlatParameters
-from packgraph.train.step import own_share
+from packgraph.train.feed import shares
 
 STEPS = 10
 
@@ -49,9 +49,9 @@ def test_every_parameter_lies_in_one_span(parameters, ranks, most):
 @given(st.integers(0, 9), st.integers(1, 4))
 def test_a_step_is_dealt_out_whole(steps, replicas):
     packs = next(steps_of_packs(1)) * steps
-    shares = [own_share(packs, replicas, replica) for replica in range(replicas)]
-    assert sorted(id(pack) for share in shares for pack in share) == sorted(map(id, packs))
-    places = [sum(pack.capacity.tokens for pack in share) for share in shares]
+    dealt = shares(packs, replicas)
+    assert sorted(id(pack) for share in dealt for pack in share) == sorted(map(id, packs))
+    places = [sum(pack.capacity.tokens for pack in share) for share in dealt]
     assert max(places) - min(places) <= 64
 
 

@@ -51,7 +51,7 @@ def go(mesh, folder, settings):
     run = trainer(Path(folder), settings, mesh=mesh)
     try:
         run.run(StopRequest())
-        return run._repeats.total
+        return run.repeated
     finally:
         run.close()
 

@@ -18,7 +18,7 @@ from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
-from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.feed import MicrobatchAssignment
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, config_for, random_packs
 from packgraph.verification.ranks import STATE, verify_ranks

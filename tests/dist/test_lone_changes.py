@@ -152,7 +152,7 @@ def train(mesh, folder, settings, changes, when, without=""):
         for at, part in parts_of(value)
     }
     totals = run.executor.totals()
-    dropped = sum((graphed.stats.recaptures for graphed in run.executor.runner.graphed), Counter())
+    dropped = sum((graphed.stats.recaptures for graphed in run.executor.graphed), Counter())
     run.close()
     rows = read_metrics(Path(folder) / METRICS) if mesh.rank == 0 else []
     return {

@@ -83,7 +83,7 @@ def go(mesh, folder, settings, resume=False, crowded=None):
         return (
             dict(collect(mesh, run.tensors())),
             run.executor.totals(),
-            run._repeats.total,
+            run.repeated,
             factors,
         )
     finally:

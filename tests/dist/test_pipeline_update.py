@@ -90,7 +90,7 @@ def steps_of(run, change=lambda step: None):
         steps.append(None)
         with change(len(steps)) or contextlib.nullcontext():
             made = launch(*args)
-        whole = getattr(run.executor.runner, "_pipeline", None)
+        whole = getattr(run.executor, "_pipeline", None)
         if whole is not None and whole._whole is not None:
             whole._whole._slot.poison()
         return made
@@ -104,7 +104,7 @@ def facts_of(run, folder, mesh):
     rows = read_metrics(Path(folder) / METRICS) if mesh.rank == 0 else []
     held = {name: _held(value) for name, value in run.tensors().items()}
     held |= {f"random.{name}": value.clone() for name, value in random_states(CPU).items()}
-    whole = run.executor.runner.step_stats
+    whole = run.executor.step_stats
     counts = (0, {}) if whole is None else (whole.replayed, dict(whole.fallbacks))
     captured = 0 if whole is None else whole.captured
     return [(row["loss"], row["gradient_norm"]) for row in rows], held, captured, counts
@@ -346,7 +346,7 @@ def test_without_the_agreement_others_would_wait_for_it(tmp_path):
     """Negative control: a step that is new to all is captured by one rank, and the others are not
     at the meeting before it."""
     settings = config(graph={"strict": False})
-    alone = mock.patch("packgraph.train.runners.agreement_of_all", return_value=own)
+    alone = mock.patch("packgraph.train.strategies.agreement_of_all", return_value=own)
     with alone, pytest.raises(RankFailed, match="did not finish in time"):
         ranks(
             PP2, str(tmp_path / "g"), settings, "bypass", function=train_spoilt, seconds=25.0

@@ -194,10 +194,10 @@ def stop_one(mesh, folder, settings):
     stop = StopRequest()
     one_step = run._one_step
 
-    def step_and_ask(request):
+    def step_and_ask():
         if run.step == 2 and mesh.rank == 1:
             stop.reason = "SIGTERM"
-        return one_step(request)
+        return one_step()
 
     run._one_step = step_and_ask
     summary = run.run(stop)

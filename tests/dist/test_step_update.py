@@ -251,7 +251,7 @@ def train_spoilt(mesh, folder, settings, what):
         warnings.simplefilter("always", PackgraphWarning)
         run.run(StopRequest())
     held = {name: _held(value) for name, value in run.tensors().items()}
-    totals, stats = run.executor.totals(), run.executor.runner.step_stats
+    totals, stats = run.executor.totals(), run.executor.step_stats
     whole = stats.replayed, sum(stats.fallbacks.values())
     run.close()
     told = [str(one.message) for one in caught if issubclass(one.category, PackgraphWarning)]

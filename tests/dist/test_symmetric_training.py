@@ -71,7 +71,7 @@ def go(mesh, folder, settings):
             return (
                 dict(collect(mesh, run.tensors())),
                 run.executor.totals()["replayed"],
-                run._repeats.total,
+                run.repeated,
                 [getattr(dispatcher, "factor", None) for dispatcher in dispatchers],
                 [made and (made.pairs, made.rows, made.factor) for made in buffers],
             )

@@ -23,7 +23,7 @@ from packgraph.parallel.consensus import (
 from packgraph.parallel.mesh import Layout
 from packgraph.train import memory as memory_budget
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.step import take_step
+from packgraph.train.feed import take_step
 from packgraph.verification.compared_run import ComparedRun
 
 pytestmark = pytest.mark.dist

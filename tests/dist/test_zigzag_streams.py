@@ -68,7 +68,7 @@ def traced(*args, compile, **options):
 
 def go(mesh, folder, settings, multiple):
     view = ProgressView(settings.run.steps, 100, Console(quiet=True))
-    with mock.patch("packgraph.train.runners.graph", traced):
+    with mock.patch("packgraph.train.strategies.graph", traced):
         run = Trainer(
             settings, Path(folder), stream(settings, mesh.world, multiple), CPU, view, mesh
         )

@@ -70,10 +70,10 @@ def train(steps: int) -> bool:
         run = trainer(Path(folder) / "run", made, RandomPacks())
         one_step = run._one_step
 
-        def stepped(stop: StopRequest) -> bool:
+        def stepped() -> bool:
             if run.step % every == 0 and run.step:
                 watch.note(run.step)
-            return one_step(stop)
+            return one_step()
 
         run._one_step = stepped  # type: ignore[method-assign]
         summary = run.run(StopRequest())

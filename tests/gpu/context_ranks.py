@@ -34,9 +34,9 @@ from packgraph.train.config.sections import (
 from packgraph.train.features.context import (
     context_request,
     measured_cost,
-    put_back,
     slowest_rank,
     time_row,
+    undisturbed,
 )
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.verification.compare import first_difference
@@ -132,9 +132,11 @@ def soak(config, device, steps):
     wrong, warm, note = [], None, "rows were not timed"
     for number, step in enumerate(itertools.islice(itertools.cycle(drawn), steps)):
         if number == WARM:
-            with put_back(graph.model.chunks, graph.executor, device):
+            with graph.executor.aside(), undisturbed(graph.model.chunks, device):
                 note = measured_cost(
-                    request, VOCABULARY, time_row(graph.executor, device, slowest_rank(mesh))
+                    request,
+                    VOCABULARY,
+                    time_row(graph.executor.run_step, device, slowest_rank(mesh)),
                 ).note
         packs = step.packs[DYNAMIC]
         losses = [side.gradients_of(number, packs, False) for side in (eager, graph)]

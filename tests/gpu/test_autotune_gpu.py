@@ -10,11 +10,11 @@ from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.graphed import Control, forward_backward
-from packgraph.train import runners as runner
+from packgraph.train import strategies
 from packgraph.train.autotune import FASTER, TIMED
 from packgraph.train.config.values import render
-from packgraph.train.runners import MicrobatchRunner
 from packgraph.train.signals import StopRequest
+from packgraph.train.strategies import MicrobatchExecutor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,7 +87,7 @@ def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "forward_backward", slow)
+        patch.setattr(strategies, "forward_backward", slow)
         tuned, summary = train(tmp_path / "tuned", True)
     assert timed and {choice["way"] for choice in summary["choices"].values()} == {"eager"}
     assert summary["pool_bytes"] == 0 and summary["fallbacks"][FASTER] > 0
@@ -97,7 +97,7 @@ def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
 
 def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
     """R13: the waits are those of the clock, between steps."""
-    run_step, inside, waits = MicrobatchRunner.run_step, [], []
+    run_step, inside, waits = MicrobatchExecutor.run_step, [], []
     wait = Stopwatch.wait
 
     def watched(self, *args):
@@ -109,7 +109,7 @@ def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
         return result
 
-    monkeypatch.setattr(MicrobatchRunner, "run_step", watched)
+    monkeypatch.setattr(MicrobatchExecutor, "run_step", watched)
     monkeypatch.setattr(Stopwatch, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", True)
     assert waits and not any(waits)

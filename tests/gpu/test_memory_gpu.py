@@ -11,7 +11,7 @@ from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.train.memory import plan_memory
-from packgraph.train.runners import sample_batch
+from packgraph.train.strategies import sample_batch
 
 pytestmark = [
     pytest.mark.gpu,

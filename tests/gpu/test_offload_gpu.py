@@ -38,8 +38,8 @@ from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import OffloadKnobs, plan_by_knobs, plan_for_time
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.sections import OffloadConfig
-from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
+from packgraph.train.strategies import sample_batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.train.runners import sample_batch
+from packgraph.train.strategies import sample_batch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -38,11 +38,11 @@ def test_no_host_sync_in_a_step(
     run = trainer(tmp_path / "run", tiny(graph, dtype=dtype, steps=8), device=CUDA)
     original = run._one_step
 
-    def watched(stop: StopRequest) -> bool:
+    def watched() -> bool:
         # Capture itself waits for the device; every step after it must not.
         if run.step > run.config.graph.warmup:
             torch.cuda.set_sync_debug_mode("error")
-        done = original(stop)
+        done = original()
         torch.cuda.set_sync_debug_mode("default")
         return done
 

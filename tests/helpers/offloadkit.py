@@ -17,7 +17,7 @@ from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.runners import sample_batch
+from packgraph.train.strategies import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")

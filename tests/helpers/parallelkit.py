@@ -18,10 +18,9 @@ from packgraph.parallel.pieces import Pieces, parts_of
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig
-from packgraph.train.executor import Executor
+from packgraph.train.feed import count_loss_tokens, shares
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.runners import MicrobatchRunner
-from packgraph.train.step import accumulate, count_loss_tokens, own_share
+from packgraph.train.strategies import MicrobatchExecutor, accumulate
 
 CPU = torch.device("cpu")
 CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
@@ -112,8 +111,7 @@ class Run:
         # Not strict: microbatches that are in flight together have one slot, so that some of them
         # run eagerly.
         options = GraphConfig(enabled=graphs, capacities=tuple(capacities), granularity=granularity)
-        self.runner = MicrobatchRunner(self.model, options, device)
-        self.executor = Executor(self.runner, options, device)
+        self.executor = MicrobatchExecutor(self.model, options, device)
         self.overlapped = 0
 
     def step(
@@ -132,9 +130,9 @@ class Run:
                 parameter.grad = None
         else:
             self.optimizer.zero_grad()
-        share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"], self.together)
+        share = shares(packs, self.mesh.size("dp"), self.together)[self.mesh.place["dp"]]
         loss = accumulate(
-            self.runner.loss,
+            self.executor.loss,
             share,
             self.device,
             in_flight=number % 3 == 2,

@@ -49,9 +49,9 @@ from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
-from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
 from packgraph.train.config.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
 from packgraph.train.decoder_estimates import decoder_cost
+from packgraph.train.plan import FEWEST_SIZES, MULTIPLES
 
 PARTS = ("model", "layers")
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192

@@ -39,7 +39,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.values import render
-from packgraph.train.step import MicrobatchAssignment, StepPack
+from packgraph.train.feed import MicrobatchAssignment, StepPack
 
 Way = Literal["eager", "replay"]
 EAGER: Way = "eager"
@@ -65,23 +65,18 @@ class Graphs(Protocol):
 
     def bank(self) -> Sequence[Capacity]:
         """The shapes that graphs are captured for, the same on all ranks; known when they are."""
-        ...
 
     def tell_choices(self, choices: dict[str, dict[str, Any]]) -> None:
         """Reports the choices for `stats`."""
-        ...
 
     def changes(self) -> tuple[int, int]:
         """Captures, and microbatches that ran eagerly, so far."""
-        ...
 
     def pool_bytes(self) -> int:
         """Bytes that all pools hold."""
-        ...
 
     def free_graphs(self, bucket: Capacity | None) -> None:
         """Give up the graphs of a bucket, None = all."""
-        ...
 
 
 @dataclass(frozen=True)

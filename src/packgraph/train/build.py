@@ -19,19 +19,22 @@ from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
 from packgraph.train.checkpoint.weights import load_weights
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.executor import Executor
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.live import build_live
 from packgraph.train.features.lora import add_adapters
 from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
+from packgraph.train.feed import MicrobatchAssignment
+from packgraph.train.memory import resident_on
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
-from packgraph.train.resident_state import resident_on
-from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner
-from packgraph.train.step import MicrobatchAssignment
-from packgraph.train.step_runner import StepRunner
+from packgraph.train.strategies import (
+    Executor,
+    MicrobatchExecutor,
+    PipelineExecutor,
+    StepExecutor,
+)
 
 
 def build_model(
@@ -111,42 +114,34 @@ def make_executor(
     """Makes the executor of `model`'s steps: a loop, one graph of a whole step and its update, or
     this rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
-    runner = _make_runner(model, config, device, mesh)
-    executor = Executor(runner, config.graph, device)
+    graph, staged = config.graph, mesh.size("pp") > 1
+    executor: Executor
+    if graph.enabled and graph.optimizer and not staged:
+        executor = StepExecutor(model.chunks[0], graph, device)
+    elif not staged and graph.granularity != "step":
+        executor = MicrobatchExecutor(model.chunks[0], graph, device)
+    else:
+        executor = PipelineExecutor(model.chunks, config, device, mesh)
     executor.everyone = mesh.everyone()
     executor.chooses_recompute = config.run.recompute == AUTO
     # A pipeline evaluates eagerly.
-    executor.rows_differ = config.parallel.dynamic_cp and isinstance(runner, MicrobatchRunner)
+    executor.rows_differ = config.parallel.dynamic_cp and not executor.whole_steps
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
-    patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
+    patience = max(PATIENCE, config.run.timeout) if graph.compile else config.run.timeout
     executor.agree_by(
         stage_consensus(mesh, patience, sharded=config.parallel.shards),
-        replica_consensus(mesh, patience, updates=config.graph.optimizer),
+        replica_consensus(mesh, patience, updates=graph.optimizer),
     )
-    executor.prepare = make_offloading(model, config, executor, device, mesh)
-    if config.graph.enabled and config.graph.is_autotuned(device.type):
+    executor.prepare = make_offloading(model, config, executor.copy_streams, device, mesh)
+    if graph.enabled and graph.is_autotuned(device.type):
+        sharing = MicrobatchAssignment.of(
+            mesh, rank_tokens(config), in_step=config.replicas_in_step
+        )
         executor.autotune = Autotune(
-            executor,
-            mesh,
-            device,
-            whole_steps=not isinstance(runner, MicrobatchRunner),
-            sharing=MicrobatchAssignment.of(
-                mesh, rank_tokens(config), in_step=config.replicas_in_step
-            ),
+            executor, mesh, device, whole_steps=executor.whole_steps, sharing=sharing
         )
     return executor
-
-
-def _make_runner(
-    model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
-) -> Runner:
-    staged = mesh.size("pp") > 1
-    if config.graph.enabled and config.graph.optimizer and not staged:
-        return StepRunner(model.chunks[0], config.graph, device)
-    if not staged and config.graph.granularity != "step":
-        return MicrobatchRunner(model.chunks[0], config.graph, device)
-    return PipelineRunner(model.chunks, config, device, mesh)
 
 
 def _build(

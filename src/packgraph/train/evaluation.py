@@ -29,11 +29,11 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import from_all
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import Microbatches
-from packgraph.train.executor import Counts, Executor
 from packgraph.train.features.context import undisturbed
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import finite
 from packgraph.train.optimizer import Optimizer
+from packgraph.train.strategies import Counts, Executor
 
 MOST_AGAIN = 8  # evaluations of one step, each with more room for experts
 STOPPED_EARLY = "stopped early"
@@ -95,7 +95,7 @@ class Evaluation:
         identities = [state["identity"] for state in self._begin.values()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
-        self._seconds, self._counts = 0.0, Counts(0, 0)
+        self._seconds, self._counts = 0.0, Counts(0, 0)._asdict()
 
     @property
     def enabled(self) -> bool:
@@ -180,7 +180,7 @@ class Evaluation:
         """Entry `evaluation` of summary.json. seconds: of all evaluations of this process.
         replayed, fallbacks: forwards of this rank in the last one, as of training."""
         best = {key: value for key, value in vars(self.best).items() if key != "identity"}
-        return {**best, "seconds": self._seconds, **vars(self._counts), "last": self._last}
+        return {**best, "seconds": self._seconds, **self._counts, "last": self._last}
 
     def close(self) -> None:
         """End the threads that make steps ahead."""
@@ -199,10 +199,11 @@ class Evaluation:
                 torch.no_grad(),
             ):
                 self._executor.before_evaluation()
-                before = self._executor.counts()
+                before = self._executor.counts()._asdict()
                 for name, total in zip(self.feeds, totals, strict=True):
                     tokens[name] = self._add(name, total)
-                self._counts = self._executor.counts() - before
+                now = self._executor.counts()
+                self._counts = {name: getattr(now, name) - n for name, n in before.items()}
                 if self._overflow is not None:
                     lacking = self._overflow.lacked_in_evaluation()
             if not lacking:

@@ -1,4 +1,4 @@
-"""Steps of a run, made ahead by a thread: planned, shared out, and read into packs.
+"""Steps of a run: which packs, which rank runs them, and a thread that makes them ahead.
 
     stream ─▶ packs of a step, planned ─▶ assignment ─▶ this rank's packs, pinned ─▶ `take`
     └────────────── at most `ahead` steps before they are taken ─────────────────┘
@@ -6,14 +6,21 @@
     main     take  launch  wait for the numbers of the step before  take  launch ...
     thread               └─ go_on: make steps ─┘                        └─ ...
 
+Which packs a rank runs (`MicrobatchAssignment`):
+
+    replicas    every pack goes to one replica, largest first                       `shares`
+    groups      packs stand in the order of the plan, and each is run by the ranks  `groups_of`
+                of its group: how many follows from its tokens, which of them from its place in
+                the step
+
 All ranks plan all packs by lengths alone; tokens are read for the packs of this rank. A pack waits
-in pinned memory, so its upload is one copy that the host does not wait for. The invariant: the
-position of a feed is that of the stream after the last step that was taken, however many were made
-ahead of it. A read may hang for ever: nobody waits for the thread without an end.
+in pinned memory, so its upload is one copy that the host does not wait for. The invariants: every
+rank knows the share of every other, from host ints alone; the position of a feed is that of the
+stream after the last step that was taken, however many were made ahead of it. A read may hang for
+ever: nobody waits for the thread without an end.
 """
 
-import contextlib
-import dataclasses
+import heapq
 import threading
 import time
 from collections import deque
@@ -21,47 +28,203 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from packgraph.graphs.checks.random_state import QUIET_THREAD
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.pack import PackReport, PlannedPack
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import PlannedPack
 from packgraph.parallel.context.plan import ContextPlan
+from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import Microbatches, PlannedSteps
-from packgraph.train.data.source import BadDocuments, DataError
+from packgraph.train.data.source import DataError
 from packgraph.train.outcome import Outcome
 from packgraph.train.signals import StopRequest
-from packgraph.train.step import MicrobatchAssignment, StepPack, count_loss_tokens, take_step
 
 LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
 PATIENCE = 5.0  # seconds in which data may come that the other processes have
 LONGEST = 5.0  # seconds that the end of a feed waits for the step that is being made
+
+StepPack = PackedBatch | PlannedPack  # facts of it are known to all ranks
+Pack = TypeVar("Pack", bound=StepPack)
+
+
+@runtime_checkable
+class StepSource(Protocol[Pack]):
+    """A stream whose steps are planned as a whole."""
+
+    def next_step(self) -> list[Pack]:
+        """The packs of the next step; none at the end."""
+        ...
+
+
+Packs = Iterator[PackedBatch] | StepSource[PackedBatch]
+
+
+def take_step(packs: Iterator[Pack] | StepSource[Pack], tokens_per_step: int) -> list[Pack]:
+    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as
+    it is planned."""
+    if isinstance(packs, StepSource):
+        return packs.next_step()
+    taken, tokens = list[Pack](), 0
+    while tokens < tokens_per_step and (pack := next(packs, None)) is not None:
+        taken.append(pack)
+        tokens += pack.num_tokens
+    return taken
+
+
+def shares(
+    batches: Sequence[Pack], replicas: int, together: int = 1
+) -> list[list[Pack | PackedBatch]]:
+    """The packs of a step that each of `replicas` runs. Those of replicas that run nothing together
+    are in the order of the step, rounds in that of their first packs.
+
+    together: consecutive replicas that share experts, or the parts of layers, so that each of their
+        microbatches is one exchange among all of
+    them: they must run packs of equal capacity at the same time. Where a step has too few, some run
+        an empty one.
+
+    Every replica knows the lengths of the whole stream, so all of them know the whole step from
+    host ints alone, and the position in the data does not depend on how many there are. The largest
+    packs are dealt out first, each to the replica with the fewest places so far (Graham 1969: at
+    most 4/3 of the best possible longest share).
+    """
+    rounds = _rounds(batches, together)
+    places = [(0, team) for team in range(replicas // together)]  # a heap
+    teams: list[list[int]] = [[] for _ in places]
+    for index in sorted(range(len(rounds)), key=lambda index: -rounds[index][0].capacity.tokens):
+        least, team = places[0]
+        heapq.heapreplace(places, (least + rounds[index][0].capacity.tokens, team))
+        teams[team].append(index)
+    return [
+        [rounds[index][replica % together] for index in sorted(teams[replica // together])]
+        for replica in range(replicas)
+    ]
+
+
+def _rounds(batches: Sequence[Pack], together: int) -> list[list[Pack | PackedBatch]]:
+    """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of
+    their first packs.
+
+    Ranks wait for each other in every round. So packs of a round are those whose attention takes
+    about as long: neighbours in the order of their pairs. Among equal ones the order of the step
+    counts. The fewest pairs have empty packs beside them.
+    """
+    if together == 1:
+        return [[batch] for batch in batches]
+    places: dict[Capacity, list[int]] = {}
+    for place, batch in enumerate(batches):
+        places.setdefault(batch.capacity, []).append(place)
+    chosen: list[list[int]] = []
+    for found in places.values():
+        found.sort(key=lambda place: -batches[place].num_pairs)
+        chosen += [found[n : n + together] for n in range(0, len(found), together)]
+    rounds = list[list[Pack | PackedBatch]]()
+    for some in sorted(chosen, key=min):
+        packs: list[Pack | PackedBatch] = [batches[place] for place in some]
+        packs += [PackedBatch.empty(packs[0].capacity)] * (together - len(some))
+        rounds.append(packs)
+    return rounds
+
+
+def count_loss_tokens(batches: Sequence[StepPack]) -> int:
+    """Places of a whole step whose label is a token, at least 1."""
+    return max(1, sum(batch.num_loss_tokens for batch in batches))
+
+
+@dataclass(frozen=True)
+class MicrobatchAssignment:
+    """Assignment of microbatches to replicas. replicas: ranks, or groups of them, with microbatches
+    of their own; replica: this one.
+
+    together: replicas that share experts; see `shares`. rank_tokens: of any row, where rows are
+    those of groups of a changing size (dynamic context parallelism) and a replica is a rank of dp x
+    cp; None: replicas are those of dp.
+    """
+
+    replicas: int = 1
+    replica: int = 0
+    together: int = 1
+    rank_tokens: int | None = None
+
+    @staticmethod
+    def of(
+        mesh: Mesh, rank_tokens: int | None = None, *, in_step: bool = False
+    ) -> "MicrobatchAssignment":
+        """That of a run over `mesh`. in_step: so do all replicas that share layers, if any do."""
+        if rank_tokens is None:
+            replicas = mesh.layout.replicas(mesh.world)
+            shares = in_step and mesh.layout.shard_ranks > 0
+            alike = in_step and not shares
+            together = replicas if alike else mesh.layout.sharing_replicas(sharded=shares)
+            return MicrobatchAssignment(replicas, mesh.replica, together)
+        ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
+        return MicrobatchAssignment(
+            mesh.layout.replicas(mesh.world) * ranks, place, rank_tokens=rank_tokens
+        )
+
+    def share(self, batches: Sequence[Pack]) -> list[Pack | PackedBatch]:
+        """This replica's packs of a step. Raises ValueError as `shares`."""
+        return self.shares(batches)[self.replica]
+
+    def shares(self, batches: Sequence[Pack]) -> list[list[Pack | PackedBatch]]:
+        """The packs of a step that each replica runs, in its order. Raises ValueError for groups
+        that are no microsteps."""
+        if self.rank_tokens is None:
+            return shares(batches, self.replicas, self.together)
+        found: list[list[Pack | PackedBatch]] = [[] for _ in range(self.replicas)]
+        for batch, ranks in groups_of(batches, self.rank_tokens, self.replicas):
+            for rank in ranks:
+                found[rank].append(batch)
+        return found
+
+
+def groups_of(
+    batches: Sequence[Pack], rank_tokens: int, world: int
+) -> Iterator[tuple[Pack, range]]:
+    """Every pack of a planned step with the ranks of its group, of `world`.
+
+    Packs stand microstep by microstep, and in a microstep by their first rank; so their sizes,
+    tokens / rank_tokens, say the rest. Raises ValueError where they do not add up to whole
+    microsteps of aligned groups.
+    """
+    first = 0
+    for batch in batches:
+        size, rest = divmod(batch.capacity.tokens, rank_tokens)
+        if rest or not size or first % size or first + size > world:
+            raise ValueError(
+                f"a pack of {batch.capacity.tokens} tokens cannot start at rank {first} of {world} "
+                f"ranks with {rank_tokens} tokens each: groups must fill microstep after microstep"
+            )
+        yield batch, range(first, first + size)
+        first = (first + size) % world
+    if first:
+        raise ValueError(
+            f"the last microstep of a step ends at rank {first} of {world}: its groups must cover "
+            "all ranks"
+        )
 
 
 class NoDataError(DataError):
     """Data that had not come when the run was asked to stop."""
 
 
-@dataclass(frozen=True)
-class StreamCounts:
-    """Counts of a stream, as `Microbatches` has them, at one position."""
-
-    report: PackReport
-    empty_documents: int
-    unlabelled_documents: int
-    bad: BadDocuments
-
-    @staticmethod
-    def of(stream: Microbatches) -> "StreamCounts":
-        """Those of a stream where it is."""
-        return StreamCounts(
-            dataclasses.replace(stream.report),
-            stream.empty_documents,
-            stream.unlabelled_documents,
-            stream.bad,
-        )
+def counts_of(stream: Microbatches) -> dict[str, Any]:
+    """Counts of a stream where it is, for summary.json: packed documents, pieces one by one, those
+    of each kind of `progress.FIRST`, and what is wrong with the first bad ones."""
+    bad, report = stream.bad, stream.report
+    return {
+        "packed": report.documents,
+        "split": report.split_documents,
+        "dropped": report.dropped_documents,
+        "dropped_tokens": report.dropped_tokens,
+        "empty": stream.empty_documents,
+        "unlabelled": stream.unlabelled_documents,
+        "bad": bad.count,
+        **({"first_bad": list(bad.first)} if bad.count else {}),
+    }
 
 
 @dataclass(frozen=True)
@@ -76,7 +239,7 @@ class FedStep:
     share: Sequence[PackedBatch]
     loss_tokens: int
     state: dict[str, Any]
-    counts: StreamCounts
+    counts: dict[str, Any]
     plan: ContextPlan | None
 
 
@@ -101,7 +264,7 @@ class StepFeed:
         self._stream, self._tokens_per_step, self._sharing = stream, tokens_per_step, sharing
         self._pins, self._ahead = device.type == "cuda", ahead
         self._state: dict[str, Any] | None = None  # None: that of the stream
-        self._counts: StreamCounts | None = None
+        self._counts: dict[str, Any] | None = None
         self._making: deque[Future[FedStep]] = deque()
         self._asked: SimpleQueue[Future[FedStep] | None] | None = None
         self.stop: StopRequest | None = None
@@ -109,9 +272,9 @@ class StepFeed:
         self._is_whole = True  # no step is half made
 
     @property
-    def counts(self) -> StreamCounts:
+    def counts(self) -> dict[str, Any]:
         """Counts of the stream after the last step that was taken."""
-        return self._counts or StreamCounts.of(self._stream)
+        return self._counts or counts_of(self._stream)
 
     def take(self) -> FedStep:
         """The next step. Raises what the stream raises, in the place of the step that it met, and
@@ -135,7 +298,7 @@ class StepFeed:
     def is_ready(self) -> bool:
         """Have the next step made, and wait for it a short while; whether `take` need not wait."""
         if self._state is None:
-            self._state, self._counts = self._stream.state_dict(), StreamCounts.of(self._stream)
+            self._state, self._counts = self._stream.state_dict(), counts_of(self._stream)
         if not self._making:
             self._start()
         return self._making[0].done() or bool(wait([self._making[0]], LOOK).done)
@@ -169,22 +332,20 @@ class StepFeed:
             raise RuntimeError("a step before this one could not be made")
         self._is_whole = False
         packs: list[Any] = list(take_step(self._stream.planned, self._tokens_per_step))
-        share = [self._loaded(pack) for pack in self._sharing.share(packs)]
-        planned = isinstance(self._stream, PlannedSteps) and packs
+        share = [
+            pack.load() if isinstance(pack, PlannedPack) else pack
+            for pack in self._sharing.share(packs)
+        ]
         step = FedStep(
             packs,
-            share,
+            [batch.pin_memory() for batch in share] if self._pins else share,
             count_loss_tokens(packs),
             self._stream.state_dict(),
-            StreamCounts.of(self._stream),
-            self._stream.plan if planned and isinstance(self._stream, PlannedSteps) else None,
+            counts_of(self._stream),
+            self._stream.plan if packs and isinstance(self._stream, PlannedSteps) else None,
         )
         self._is_whole = True
         return step
-
-    def _loaded(self, pack: PackedBatch | PlannedPack) -> PackedBatch:
-        batch = pack.load() if isinstance(pack, PlannedPack) else pack
-        return batch.pin_memory() if self._pins else batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data after the last step that was taken, JSON-able."""
@@ -196,13 +357,11 @@ class StepFeed:
         self._stream.load_state_dict(state)
         self._state = self._counts = None
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the block the stream is where the last step that was taken has left it, and may be
-        told how to go on; steps made ahead are made anew."""
+    def drop_ahead(self) -> None:
+        """Put the stream where the last step that was taken has left it, so that it may be told how
+        to go on; steps made ahead are made anew."""
         if self._state is not None:
             self.load_state_dict(self._state)
-        yield
 
     def _drop(self, limit: float | None = None) -> None:
         """Forget what was made ahead, and wait for what is being made; what it met is met again.

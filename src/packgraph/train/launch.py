@@ -31,7 +31,6 @@ from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import Launch, from_all, on_first, processes, set_nccl
-from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config.reading import ConfigError, differences, to_dict
 from packgraph.train.config.sections import DataConfig, TrainConfig
 from packgraph.train.config.values import shown
@@ -54,6 +53,7 @@ from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
 from packgraph.train.memory import agreement, available_memory, check_memory
+from packgraph.train.plan import with_capacities, with_stored_capacities
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError, sampled_digest
 from packgraph.train.run_folder import (

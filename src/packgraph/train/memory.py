@@ -29,10 +29,26 @@ of its control groups.
 A container or a batch system limits a process to less than the machine has. The kernel ends what
 takes more without a word, so the smallest of all limits counts. Caches of files do not: the kernel
 gives them up first.
+
+The peak of a step (`predicted_peak`) is predicted from shapes alone; activations are those of
+`decoder_estimates.py`, within 15 % of what Qwen3-0.6B took:
+
+    state      weights, gradients, optimizer state: `need_of`
+    near       what layers keep for the backward, of all microbatches in flight
+    working    what one layer computes again
+    head       logits, and what the loss keeps
+
+With `--optimizer.offload` the state that fits beside it stays on the device (`resident_bytes`):
+
+    device   | weights, gradients, activations: `predicted_peak` | state that stays | spare |
+    host                                                           the rest of the state
+
+Some of the memory is spare (`SHARE`). `--optimizer.resident` says a size instead. Ranks may come to
+different amounts: neither bits nor checkpoints depend on them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +64,20 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
+from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.undone import explained
-from packgraph.models.decoder import end_units, layer_matrices, stage_layers, stage_weights
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import (
+    ModelChunks,
+    end_units,
+    layer_matrices,
+    stage_layers,
+    stage_weights,
+)
+from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.buckets import ALIGNMENT
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.turns import take_turns
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
@@ -236,6 +261,9 @@ ROOT = Path("/")
 UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
 SURE = 0.7  # of the estimate of a microbatch
 LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
+# Of the memory that there is: predictions of activations are off by some percent, allocators round
+# and pools fragment, libraries take some.
+SHARE = 0.9
 MASTERS = 4  # bytes of an element under bfloat16: a float32 copy
 
 FLOAT = torch.float32.itemsize
@@ -254,15 +282,10 @@ def available_memory(
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = [*_of_machine(root), *_of_control_groups(root)]
+    lines = _lines(root / "proc/meminfo")
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    found += _of_control_groups(root)
     return max(min(found), 0) // local_processes if found else None
-
-
-def _of_machine(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            yield int(rest.split()[0]) * 1024
 
 
 def _of_control_groups(root: Path) -> Iterator[int]:
@@ -286,20 +309,12 @@ def _limits(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterat
     inside = [group, *group.parents]
     # A container sees its own group as the top, and the host's path to it leads nowhere.
     for folder in inside[: inside.index(top) + 1]:
-        most, taken = _number(folder / limit), _number(folder / usage)
-        if most is not None and taken is not None and most < UNLIMITED:
+        most, taken = ("".join(_lines(folder / name)).strip() for name in (limit, usage))
+        # Where there is no limit, the file is not there or says `max`.
+        if most.isdecimal() and taken.isdecimal() and int(most) < UNLIMITED:
             counts = dict(line.split() for line in _lines(folder / "memory.stat"))
-            yield (
-                most
-                - taken
-                + sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-            )
-
-
-def _number(file: Path) -> int | None:
-    """The number in a file; None where there is none, or `max`."""
-    text = "".join(_lines(file)).strip()
-    return int(text) if text.isdecimal() else None
+            cached = (counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield int(most) - int(taken) + sum(map(int, cached))
 
 
 def _lines(file: Path) -> list[str]:
@@ -385,6 +400,15 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     blocks = replicas > 1 and layout.sharers() < replicas
     sums = _kept(kept_again, layout, replicas) if blocks else 0.0
     wide = getattr(torch, config.gradient_dtype(world)).itemsize
+    graph = config.graph
+    # Beside an eager microbatch, whose memory CUDA's allocator frees before.
+    has_pool = (
+        device_type == "cpu"
+        and graph.enabled
+        and graph.memory_budget is None
+        and graph.scope is None
+        and not _may_keep_less(config)
+    )
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
@@ -392,7 +416,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         round(wide * (held - spared + sums)),
         _on_device(config, state, updated) if device_type == "cuda" else state,
         0 if _may_keep_less(config) else microbatch,
-        microbatch if _has_pool(config, device_type) else 0,
+        microbatch if has_pool else 0,
         capacity,
     )
 
@@ -582,14 +606,153 @@ def _may_keep_less(config: TrainConfig) -> bool:
     return config.graph.compile or bool(config.offload.modules) or config.run.recompute != "none"
 
 
-def _has_pool(config: TrainConfig, device_type: str) -> bool:
-    """Tells whether graphs take memory beside an eager microbatch; CUDA's allocator frees it
-    before."""
-    graph = config.graph
-    return (
-        device_type == "cpu"
-        and graph.enabled
-        and graph.memory_budget is None
-        and graph.scope is None
-        and not _may_keep_less(config)
+class ActivationBytes(NamedTuple):
+    """Bytes of the fullest rank. moved: what of one row waits on the host. near: what all rows in
+    flight keep on the device. working: what one layer computes again. head: of logits and loss."""
+
+    moved: int
+    near: int
+    working: int
+    head: int
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device at the peak."""
+        return self.near + self.working + self.head
+
+
+def activation_bytes(
+    config: TrainConfig, capacity: Capacity, rows: int, offload: bool
+) -> ActivationBytes:
+    """Predicts what rows of a capacity keep on their way through the layers.
+
+    Args:
+        config: A run whose `run.recompute` is one of KINDS.
+        capacity: Of a row; ranks of a context share its tokens.
+        rows: Microbatches of a step on each rank.
+        offload: Whether what is kept waits on the host, or with recomputation the inputs of layers.
+    """
+    model, layout = config.model, config.parallel.layout()
+    itemsize = 4 if config.run.dtype == "float32" else 2
+    recompute = config.run.recompute
+    compiled = config.graph.compile and recompute == NONE
+    memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp, compiled)
+    head = memory(capacity)
+    layers = -(-model.depth // layout.pp)
+    whole = replace(memory, layers=layers)(capacity) - head
+    columns = {kind: kept_columns(model, kind) for kind in KINDS}
+    # Offloading moves everything, or with recomputation the inputs of layers: results that are kept
+    # selectively do not pass its hooks.
+    kept, passing = (
+        round(whole * columns[kind] / columns[NONE])
+        for kind in (recompute, NONE if recompute == NONE else FULL)
     )
+    moved = passing if offload else 0
+    near = (kept - moved) * min(layout.pp, rows) + round(2 * moved / layers)
+    working = 0 if recompute == NONE else round(whole / layers)
+    return ActivationBytes(moved, near, working, head)
+
+
+def predicted_peak(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> int:
+    """Bytes that a rank takes at the peak. Allocates nothing.
+
+    Recomputation of some stages counts as none, and so does `auto`, which takes what is left.
+    Activations of a model of transformers are those of a decoder of its sizes.
+
+    Args:
+        config: A run whose capacities are known.
+        device_type: `cpu` or `cuda`.
+        world: Number of processes.
+        rank: This one's.
+    """
+    need = need_of(config, device_type, world, rank)
+    if device_type == "cpu":
+        return need.total
+    counted = config
+    if config.run.recompute not in KINDS:
+        counted = replace(config, run=replace(config.run, recompute=NONE))
+    largest = max(config.graph.packing_capacities())
+    offload = bool(config.offload.modules)
+    return need.state + activation_bytes(counted, largest, config.parallel.pp, offload).device
+
+
+def kept_columns(model: DecoderConfig, kind: str) -> float:
+    """Numbers per token that all layers keep with a kind of recomputation."""
+    hidden, layers = model.hidden_size, model.depth
+    if kind == FULL:
+        return layers * hidden
+    found = float(layers * hidden if kind == SELECTIVE else 0)
+    for name, branch in model.kinds().items():
+        count = model.count(name)
+        if kind == SELECTIVE:
+            found += count * branch.product_columns(model)
+        else:
+            found += count * (3 * hidden + branch.saved_columns(model))
+    return found
+
+
+def left_for_state(memory: int, peak: int) -> int:
+    """Bytes for state, of so many that a run may take, beside its peak without any."""
+    return max(0, round(SHARE * memory) - peak)
+
+
+def resident_bytes(config: TrainConfig, memory: int | None, world: int = 1, rank: int = 0) -> int:
+    """Bytes of the optimizer's state that may stay on the device.
+
+    Args:
+        config: A run whose capacities are known.
+        memory: Bytes of a CUDA device that the run may take, None = there is no limit to keep to.
+        world: Number of processes.
+        rank: This one's.
+    """
+    if not config.optimizer.offload:
+        return 0
+    if (chosen := config.optimizer.resident_bytes()) is not None:
+        return chosen
+    return (
+        0 if memory is None else left_for_state(memory, predicted_peak(config, "cuda", world, rank))
+    )
+
+
+def resident_on(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> int:
+    """The same for a model that is on its device."""
+    weights, memory = [local_tensor(parameter) for parameter in model.parameters()], None
+    if weights and weights[0].is_cuda:
+        held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in weights}
+        memory = memory_of_run(weights[0].device, sum(held.values()))
+    return resident_bytes(config, memory, mesh.world, mesh.rank)
+
+
+def memory_of_run(device: torch.device, held: int) -> int:
+    """Bytes of a CUDA device for a run that holds `held` of them by now: these, and what neither
+    this process nor another one uses, within this process's limit."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = round(total * torch.cuda.get_per_process_memory_fraction(device))
+    most = min(free + torch.cuda.memory_reserved(device), limit)
+    return most - torch.cuda.memory_allocated(device) + held
+
+
+def without_host_state(config: TrainConfig) -> TrainConfig:
+    """The same run with all of the optimizer's state on the device."""
+    return replace(config, optimizer=replace(config.optimizer, offload=False))
+
+
+def planned_state(
+    config: TrainConfig, whole: int, peak: int, memory: int | None
+) -> tuple[int, int]:
+    """Bytes of a planned run's optimizer state: on the device beside those in `peak`, and on the
+    host.
+
+    Args:
+        config: The run.
+        whole: Bytes of all of its state on a rank.
+        peak: Bytes of the device without what stays by itself (`auto`).
+        memory: Bytes of a device, None = not known.
+    """
+    options = config.optimizer
+    if not options.offload:
+        return 0, 0
+    if (chosen := options.resident_bytes()) is not None:
+        return 0, max(0, whole - chosen)
+    stays = 0 if memory is None else min(whole, left_for_state(memory, peak))
+    return stays, whole - stays

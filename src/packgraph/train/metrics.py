@@ -42,36 +42,23 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class LateFetch:
-    """Copies one small float32 tensor per step to the host; `pop` gives the oldest one not yet
-    read."""
+def fetch_late(values: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy a small tensor to the host. Returns what waits for the copy, and gives its
+    numbers."""
+    if not values.is_cuda:
+        return values.detach().clone().tolist
+    # Pinned pages come from torch's caching host allocator, which reuses them once the copy has
+    # ended.
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values.detach(), non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._waiting: list[tuple[Any, Tensor, torch.cuda.Event | None]] = []
+    def numbers() -> list[float]:
+        copied.synchronize()
+        return pinned.tolist()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def push(self, label: Any, values: Tensor) -> None:
-        """Start copying `values`; `label` comes back with them."""
-        if not self._on_cuda:
-            self._waiting.append((label, values.detach().clone(), None))
-            return
-        # Pinned pages come from torch's caching host allocator, which reuses them once the copy has
-        # ended.
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        pinned.copy_(values.detach(), non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._waiting.append((label, pinned, copied))
-
-    def pop(self) -> tuple[Any, list[float]]:
-        """The oldest label and its values; waits for their copy only."""
-        label, values, copied = self._waiting.pop(0)
-        if copied is not None:
-            copied.synchronize()
-        return label, values.tolist()
+    return numbers
 
 
 class MetricsLog:

@@ -5,36 +5,67 @@ row, from the shape of the model. Nothing is run.
     kept     what all layers keep for the backward, or have on the host        per token
     working  what one layer computes again, and the head
 
-With `--world N`, ways to spread a run over N ranks: `plan_world.py`.
-
 Times are those of the products, attention and scans at the device's speed, copies beside them. The
 estimates of activations are those of `decoder_estimates.py`, within 15 % of what Qwen3-0.6B took.
+
+With `--world N`, ways to spread a run over N ranks, what each takes of a rank's memory, and how fast
+it should be:
+
+    layouts      dp x pp x cp x tp, ep of dp        those that `validate` has no reason against
+    shard        none, gradients, parameters    over all replicas, or over those of a host
+    activations  kept, recomputed, on the host      as above
+         └────▶ bytes of the fullest rank ─▶ fits? ─▶ seconds of a step ─▶ the fastest first
+
+A step is computation at the device's speed and what ranks wait for: each axis sends so many bytes
+over the slowest link that its ranks span. Ranks of one host are consecutive, and tp lies innermost.
+
+    axis    bytes of one rank, for every layer and microbatch
+    tp      8 rows of hidden numbers, x (tp - 1) / tp: gather and scatter, around attention and mlp
+    cp      queries, keys, values, outputs, forward and backward, x (cp - 1) / cp
+    ep      rows of the chosen experts, there and back, forward and backward
+    pp      one row forward, one back, between stages; and the pipeline's idle time
+    dp      once a step: the gradients' sum behind the last backward, and new parameters
+    shard   the matrices of all layers, gathered twice and reduced once, while other layers run
+    new     once a step, where gradients alone are sharded: what all matrices are now
+    across  once a step, where hosts share no layers: what is kept, summed and gathered anew
+
+Which way is faster is what these numbers are for. They know no contention, no latency and no
+kernel's efficiency at a small shape.
 """  # noqa: E501
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.branches import token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.models.recompute import FULL, NONE, SELECTIVE
+from packgraph.models.decoder import end_units, layer_matrices
+from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.flat_buffers import SHARDS, Shard
+from packgraph.parallel.mesh import Layout
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import ParallelConfig, TrainConfig
+from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option
-from packgraph.train.memory import need_of
-from packgraph.train.plan_world import (
-    RowWork,
-    Speeds,
-    activation_choices,
-    world_choices,
+from packgraph.train.memory import (
+    Need,
+    activation_bytes,
+    kept_columns,
+    need_of,
+    planned_state,
+    without_host_state,
 )
-from packgraph.train.predicted_peak import activation_bytes, kept_columns
-from packgraph.train.resident_state import planned_state, without_host_state
+from packgraph.train.updates import adamw, adamw8bit
+from packgraph.train.validate import validate
 from packgraph.viz.drawing import aligned
 
+# Recomputation, and whether what is kept waits on the host: all of it, or the inputs of layers,
+# since results that are kept selectively do not pass the hooks of offloading.
+ACTIVATIONS = [(kind, offload) for offload in (False, True) for kind in KINDS]
+MOVES = {True: "everything", False: "layer_input"}  # by whether nothing is recomputed
 FITS = {None: "-", True: "yes", False: "no"}
 BYTES_AGAIN = 4  # of a result that selective recomputation makes: operands are read, it is written
 USAGE = """\
@@ -103,6 +134,22 @@ class PlanMemoryArguments(CommandArguments):
         """Bytes of the device. Raises ValueError."""
         return None if self.memory is None else budget_bytes(self.memory, None)
 
+    def step_tokens_of(self, world: int) -> int:
+        """Tokens of a step over so many GPUs."""
+        return self.step_tokens or world * self.tokens
+
+    def link(self, span: int) -> float:
+        """Bytes a second between ranks that lie within `span` consecutive ones."""
+        return 1e9 * (self.link_gb_s if span <= self.per_host else self.net_gb_s)
+
+
+class RowWork(NamedTuple):
+    """Cost of one whole row on one device. forward_s: seconds. again_s: those of the second
+    forward, by the kind of recomputation."""
+
+    forward_s: float
+    again_s: dict[str, float]
+
 
 @dataclass(frozen=True)
 class MemoryChoice:
@@ -119,8 +166,7 @@ class MemoryChoice:
 
 def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[MemoryChoice]:
     """All choices for a row, none first."""
-    tokens = asked.tokens
-    capacity = Capacity(tokens, 1)
+    capacity, limit = Capacity(asked.tokens, 1), asked.limit()
     sized = replace(
         config,
         graph=replace(config.graph, enabled=False, capacities=(capacity,)),
@@ -129,12 +175,12 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     state, work = need_of(sized, "cuda").state, row_work(config, asked)
     whole = need_of(without_host_state(sized), "cuda").optimizer
     forward_s, found = work.forward_s, []
-    for kind, offload in activation_choices():
+    for kind, offload in ACTIVATIONS:
         of_kind = replace(sized, run=replace(config.run, recompute=kind))
         kept = activation_bytes(of_kind, capacity, 1, offload)
         copy_s = kept.moved / (asked.gb_s * 1e9)
         spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
-        peak, limit = state + kept.device, asked.limit()
+        peak = state + kept.device
         stays, away = planned_state(sized, whole, peak, limit)
         fits = None if limit is None else peak + stays <= limit
         time, host = spent / (3 * forward_s), kept.moved + away
@@ -179,7 +225,7 @@ def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
         *(
             (
                 choice.recompute,
-                _moves(choice),
+                MOVES[choice.recompute == NONE] if choice.offload else "-",
                 f"{choice.device / 2**30:.1f}",
                 f"{choice.host / 2**30:.1f}",
                 f"{choice.time:.2f}",
@@ -188,12 +234,10 @@ def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
             for choice in choices
         ),
     ]
-    told = [] if asked.memory is None else ["", *map(_automatic, _by_offloading(choices))]
+    told = []
+    if asked.memory is not None:
+        told = ["", *(_automatic([one for one in choices if one.offload == o]) for o in (0, 1))]
     return "\n".join([title, "", *aligned(rows), *told]) + "\n"
-
-
-def _by_offloading(choices: Sequence[MemoryChoice]) -> list[list[MemoryChoice]]:
-    return [[one for one in choices if one.offload == offload] for offload in (False, True)]
 
 
 def _automatic(choices: Sequence[MemoryChoice]) -> str:
@@ -206,20 +250,10 @@ def _automatic(choices: Sequence[MemoryChoice]) -> str:
     return f"--run.recompute auto, {moving}: {chosen}{also}"
 
 
-def _moves(choice: MemoryChoice) -> str:
-    if not choice.offload:
-        return "-"
-    return "everything" if choice.recompute == NONE else "layer_input"
-
-
 def _plan_world(config: TrainConfig, asked: PlanMemoryArguments, world: int) -> str:
     """The fastest ways to spread the run over `world` GPUs. Raises ConfigError where none is
     legal."""
-    speeds = Speeds(
-        asked.tflops, asked.device_gb_s, asked.gb_s, asked.link_gb_s, asked.net_gb_s, asked.per_host
-    )
-    step_tokens, work = asked.step_tokens or world * asked.tokens, row_work(config, asked)
-    choices = world_choices(config, world, asked.tokens, step_tokens, work, speeds, asked.limit())
+    choices, step_tokens = world_choices(config, world, asked), asked.step_tokens_of(world)
     if not choices:
         raise ConfigError([f"--world: no layout of {world} GPUs is there for this run"])
     if asked.json:
@@ -249,3 +283,249 @@ def _plan_world(config: TrainConfig, asked: PlanMemoryArguments, world: int) -> 
         ),
     ]
     return "\n".join([title, "", *aligned(rows)]) + "\n"
+
+
+@dataclass(frozen=True)
+class WorldChoice:
+    """One way to run. shard_ranks: that share a layer, 0 = all. device, host: bytes at the peak of
+    the fullest rank. seconds: of a step. sent: bytes that a rank sends in a step, by axis. waits:
+    share of the step in which ranks wait for links and stages. fits: None where the device's memory
+    is not known."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+    shard: Shard
+    shard_ranks: int
+    recompute: str
+    offload: bool
+    device: int
+    host: int
+    seconds: float
+    tokens_per_second: float
+    sent: dict[str, int]
+    waits: float
+    fits: bool | None
+
+
+def world_choices(config: TrainConfig, world: int, asked: PlanMemoryArguments) -> list[WorldChoice]:
+    """All legal ways to train on `world` ranks, those that fit first, the fastest of them first.
+
+    Args:
+        config: Model, dtype and everything else that is not chosen here.
+        world: Number of ranks.
+        asked: Rows, which the ranks of a context share, and devices and links.
+    """
+    found: list[WorldChoice] = []
+    tokens, work = asked.tokens, row_work(config, asked)
+    for layout, replicas in _layouts(config, world):
+        rows = -(-asked.step_tokens_of(world) // (tokens * replicas))
+        for shard, within in _ways_to_shard(layout, asked.per_host):
+            laid = replace(layout, shard_ranks=within)
+            plain = _spread(config, laid, shard, NONE, False, tokens)
+            if validate(plain, "cuda", None, world):
+                continue
+            whole = replace(plain, parallel=replace(plain.parallel, shard="none", shard_ranks=0))
+            need, held = _need(plain, world), _need(whole, world).weights
+            optimizer = _need(without_host_state(plain), world).optimizer
+            for recompute, offload in ACTIVATIONS:
+                spread = _spread(config, laid, shard, recompute, offload, tokens)
+                if not validate(spread, "cuda", None, world):
+                    found.append(_choice(spread, need.state, held, optimizer, rows, work, asked))
+    return sorted(found, key=lambda choice: (choice.fits is False, choice.seconds, choice.device))
+
+
+def _layouts(config: TrainConfig, world: int) -> Iterator[tuple[Layout, int]]:
+    """Layouts, all axes but dp of powers of two, with their replicas."""
+    model = config.model
+    experts = model.experts.count if model.experts.enabled else 1
+    for tp in _sizes(world, model.num_heads):
+        for cp in _sizes(world // tp, model.num_heads // tp):
+            for pp in _sizes(world // (tp * cp), model.num_layers):
+                replicas = world // (tp * cp * pp)
+                for ep in _sizes(replicas, experts):
+                    yield Layout(dp=replicas, pp=pp, cp=cp, tp=tp, ep=ep), replicas
+
+
+def _ways_to_shard(layout: Layout, per_host: int) -> Iterator[tuple[Shard, int]]:
+    """Yields what of layers is sharded, and over how many ranks, 0 = all: those of a host, too."""
+    copies = (layout.dp or 1) * layout.cp
+    on_host = sum(first // per_host == 0 for first in _copies(layout)) if copies > 1 else 1
+    for shard in SHARDS if copies > 1 else SHARDS[:1]:
+        yield shard, 0
+        if shard != "none" and 1 < on_host < copies:
+            yield shard, on_host
+
+
+def _copies(layout: Layout) -> list[int]:
+    """The ranks that hold the parameters that rank 0 holds."""
+    return [
+        dp * layout.inner + cp * layout.tp
+        for dp in range(layout.dp or 1)
+        for cp in range(layout.cp)
+    ]
+
+
+def _sizes(ranks: int, most: int) -> list[int]:
+    """Powers of two up to `most` that divide `ranks`."""
+    found, size = [1], 2
+    while size <= most and ranks % size == 0:
+        found.append(size)
+        size *= 2
+    return found
+
+
+def _spread(
+    config: TrainConfig,
+    layout: Layout,
+    shard: Shard,
+    recompute: str,
+    offload: bool,
+    tokens: int,
+) -> TrainConfig:
+    """The run in that layout, with graphs of chunks of one shape."""
+    modules = ("layer_input",) if recompute != NONE else config.offload.modules or ("core_attn",)
+    return replace(
+        config,
+        run=replace(config.run, recompute=recompute),
+        graph=replace(
+            config.graph,
+            enabled=True,
+            granularity="chunk",
+            scope=GraphConfig().scope,
+            capacities=(Capacity(tokens, 1),),
+        ),
+        offload=replace(config.offload, modules=modules) if offload else OffloadConfig(),
+        parallel=replace(
+            ParallelConfig(),
+            dp=layout.dp,
+            pp=layout.pp,
+            cp=layout.cp,
+            tp=layout.tp,
+            ep=layout.ep,
+            shard=shard,
+            shard_ranks=layout.shard_ranks,
+        ),
+    )
+
+
+def _choice(
+    config: TrainConfig,
+    state: int,
+    held: int,
+    optimizer: int,
+    rows: int,
+    work: RowWork,
+    asked: PlanMemoryArguments,
+) -> WorldChoice:
+    """One way, with bytes of the fullest rank. held: of its weights if nothing were sharded.
+    optimizer: of all of its state, wherever that is."""
+    parallel, recompute = config.parallel, config.run.recompute
+    layout, offload = parallel.layout(), bool(config.offload.modules)
+    (capacity,) = config.graph.captured_capacities()
+    kept = activation_bytes(config, capacity, rows, offload)
+    parts = layout.tp * layout.cp * layout.pp
+    forward, again = work.forward_s / parts, work.again_s[recompute] / parts
+    copies, limit = kept.moved / (asked.gb_s * 1e9), asked.limit()
+    per_row = max(forward, copies) + max(2 * forward + again, copies)
+    sent, waited = _sent(config, held, rows, forward, 2 * forward + again, asked)
+    bubble = (layout.pp - 1) / parallel.chunks * per_row
+    eight = config.optimizer.name == "adamw8bit"
+    passes = adamw8bit.PASSES if eight else adamw.PASSES[config.run.dtype]
+    peak = state + kept.device
+    stays, away = planned_state(config, optimizer, peak, limit)
+    update = 2 * passes * optimizer / (asked.device_gb_s * 1e9)  # is read and written
+    update = max(update, away / (asked.gb_s * 1e9))  # in both directions at once
+    seconds = rows * per_row + bubble + sum(waited.values()) + update
+    device = peak + stays
+    return WorldChoice(
+        dp=layout.dp or 1,
+        pp=layout.pp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        shard=parallel.known_shard,
+        shard_ranks=parallel.shard_ranks,
+        recompute=recompute,
+        offload=offload,
+        device=device,
+        host=kept.moved * min(layout.pp, rows) + away,
+        seconds=seconds,
+        tokens_per_second=rows * capacity.tokens / seconds / layout.inner,
+        sent={axis: round(size) for axis, size in sent.items() if size},
+        waits=(bubble + sum(waited.values())) / seconds,
+        fits=None if limit is None else device <= limit,
+    )
+
+
+def _sent(
+    config: TrainConfig,
+    held: int,
+    rows: int,
+    forward: float,
+    backward: float,
+    asked: PlanMemoryArguments,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes that a rank sends in a step, and seconds that it waits for them, by axis.
+
+    held: bytes of its weights if nothing were sharded. forward, backward: seconds of a row's."""
+    model, parallel = config.model, config.parallel
+    layout, shard = parallel.layout(), parallel.known_shard
+    (capacity,) = config.graph.captured_capacities()
+    itemsize = 4 if config.run.dtype == "float32" else 2
+    layers = -(-model.depth // layout.pp)
+    row = capacity.tokens // layout.cp * model.hidden_size * itemsize
+    again = 1.5 if config.run.recompute == FULL else 1.0
+    heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    experts = model.experts
+    chosen = experts.per_token * model.count("moe") / layout.pp if experts.enabled else 0.0
+    dense, of_experts = (sum(sizes) for sizes in zip(*layer_matrices(model), strict=True))
+    ends = end_units(model) // min(2, layout.pp) * model.vocab_size * model.hidden_size
+    matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp + ends / layout.tp
+    matrices *= itemsize
+    matrices = round(matrices) if shard != "none" else 0
+    whole = held - matrices  # of weights whose gradients are summed once a step
+    copies, within = (layout.dp or 1) * layout.cp, layout.sharers()
+    every = layout.inner * (layout.dp or 1)
+    sums = 4 if config.gradient_dtype(every) == "float32" else 2
+    reduced = sums / itemsize  # gradients beside parameters, in the dtype of their sums
+    across = matrices / within * (1 + reduced) * _others(copies // within)
+    times = reduced + (2 if shard == "parameters" else 0)
+    sent = {
+        "tp": rows * layers * 8 * again * row * _others(layout.tp),
+        "cp": rows * layers * 2 * again * row / model.hidden_size * heads * _others(layout.cp),
+        "ep": rows * 4 * again * row * chosen * _others(layout.ep),
+        "pp": rows * 2.0 * row if layout.pp > 1 else 0.0,
+        "dp": (1 + reduced) * whole * _others(copies),
+        "shard": rows * times * matrices * _others(within),
+        "new": matrices * _others(within) if shard == "gradients" else 0.0,
+        "across": across,
+    }
+    span = {
+        "tp": layout.tp,
+        "cp": layout.tp * layout.cp,
+        "pp": layout.tp * layout.cp * layout.pp,
+        "ep": layout.inner * layout.ep,
+        "dp": every,
+        "across": every,
+    }
+    span["shard"] = span["new"] = _copies(layout)[within - 1] + 1
+    waited = {axis: bytes_ / asked.link(span[axis]) for axis, bytes_ in sent.items()}
+    # The sum of gradients is hidden behind the last backward, new parameters are waited for. Layers
+    # that are sharded gather and reduce while another layer runs.
+    waited["dp"] += max(0.0, waited["dp"] / 2 - backward) - waited["dp"] / 2
+    waited["shard"] = max(0.0, waited["shard"] - rows * (forward + backward))
+    return sent, waited
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _need(config: TrainConfig, world: int) -> Need:
+    """Need of the fullest rank, one of the first or of the last stage."""
+    layout = config.parallel.layout()
+    last = (layout.pp - 1) * layout.cp * layout.tp
+    return max((need_of(config, "cuda", world, rank) for rank in {0, last}), key=lambda n: n.state)

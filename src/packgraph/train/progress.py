@@ -1,7 +1,7 @@
 """Progress of a run for people: a bar on a terminal, plain lines in a log, both on stderr.
 
 Documents that were cut or left out are said once when it first happens, and counted, so that none
-is lost in silence (`LeftOut`).
+is lost in silence.
 
 Counts are those of the stream since the start of the run; a document that comes again in the next
 epoch counts again.
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from packgraph.train.config.values import printable
-from packgraph.train.feed import StepFeed
 
 FIRST = {
     "split": "a document longer than every capacity was split into pieces",
@@ -50,6 +49,7 @@ class ProgressView:
     )
 
     def __post_init__(self) -> None:
+        self._told: set[str] = set()
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -73,9 +73,18 @@ class ProgressView:
     ) -> None:
         self._bar.stop()
 
-    def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        self.console.print(printable(text), soft_wrap=True, markup=False)
+    def note(self, *texts: str) -> None:
+        """Lines of their own, above the bar."""
+        for text in texts:
+            self.console.print(printable(text), soft_wrap=True, markup=False)
+
+    def tell_left_out(self, counts: Mapping[str, Any]) -> None:
+        """Say what has happened to documents for the first time. counts: of `feed.counts_of`."""
+        for kind, text in FIRST.items():
+            if counts[kind] and kind not in self._told:
+                self._told.add(kind)
+                which = f": {counts['first_bad'][0]}" if kind == "bad" else ""
+                self.note(f"data: {text}{which}; summary.json counts them")
 
     def show(self, row: Mapping[str, Any]) -> None:
         """The figures of one finished step."""
@@ -83,39 +92,6 @@ class ProgressView:
             self._bar.update(self._task, completed=row["step"], description=describe_row(row))
         elif row["step"] % self.log_every == 0 or row["step"] in (1, self.total_steps):
             self.note(f"step {row['step']}/{self.total_steps}  {describe_row(row)}")
-
-
-class LeftOut:
-    """Watches the counts of a run's data."""
-
-    def __init__(self, feed: StepFeed, view: ProgressView) -> None:
-        self._feed, self._view = feed, view
-        self._said: set[str] = set()
-
-    def watch(self) -> None:
-        """Say what has happened for the first time since this object was made."""
-        counts = self.counts()
-        for kind, text in FIRST.items():
-            if counts[kind] and kind not in self._said:
-                self._said.add(kind)
-                which = f": {counts['first_bad'][0]}" if kind == "bad" else ""
-                self._view.note(f"data: {text}{which}; summary.json counts them")
-
-    def counts(self) -> dict[str, Any]:
-        """packed: documents in packs, pieces count one by one; the documents of each kind of FIRST;
-        and, if there are bad ones, what is wrong with the first of them."""
-        counts = self._feed.counts
-        bad, report = counts.bad, counts.report
-        return {
-            "packed": report.documents,
-            "split": report.split_documents,
-            "dropped": report.dropped_documents,
-            "dropped_tokens": report.dropped_tokens,
-            "empty": counts.empty_documents,
-            "unlabelled": counts.unlabelled_documents,
-            "bad": bad.count,
-            **({"first_bad": bad.first} if bad.count else {}),
-        }
 
 
 def left_out_line(documents: Mapping[str, Any]) -> str:

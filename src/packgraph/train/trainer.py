@@ -3,18 +3,27 @@
     packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW
           ─▶ numbers of the step before ─▶ log, checkpoint
 
+    Trainer ─▶ resume ─▶ run ─▶ _steps ─▶ _one_step ─▶ _launch ─▶ _report ─▶ _save ─▶ close
+                                  └──── _go_back ◀──────────────────┘
+
 The host never waits for the device within a step; the numbers of a step are read after the next one
 was launched. Several processes run the same loop over the same packs and take their share of each
 step; what they decide by, they agree on. The invariants: a checkpoint never holds the state of a
 run whose loss or gradients are not finite, a run that goes on from one is bitwise the run that
 never stopped, and a stop by a signal comes between steps.
+
+Steps whose numbers the host has not read yet are kept, so that they can be made again. A step that
+did not fit into the budgets of experts has changed nothing (`train/features/moe.py`), and neither
+has what was launched after it. Made again, from the same packs, rates and random states, with more
+room, they are what they would have been: the run is bitwise one that had the room from the start.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +34,7 @@ from torch import Tensor
 
 from packgraph.models.foreign import in_one_line
 from packgraph.models.stack import DecoderStack
+from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
@@ -33,35 +43,33 @@ from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
-from packgraph.train.checkpoint.writer import FoundCheckpoint, load_tensors
+from packgraph.train.checkpoint.writer import load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
 from packgraph.train.evaluation import Evaluation
-from packgraph.train.executor import add_counts
 from packgraph.train.features.context import (
     is_wanted,
     measured_cost,
-    put_back,
     rank_tokens,
     slowest_rank,
     time_row,
+    undisturbed,
 )
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
-from packgraph.train.features.moe import restore_room, room_of_experts
+from packgraph.train.features.moe import MOST_ATTEMPTS, restore_room, room_of_experts
 from packgraph.train.features.prediction import FurtherLosses
-from packgraph.train.feed import PATIENCE, NoDataError, StepFeed
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
+from packgraph.train.feed import PATIENCE, MicrobatchAssignment, NoDataError, StepFeed
+from packgraph.train.metrics import METRICS, MetricsLog, RowsOnly, fetch_late, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
-from packgraph.train.progress import LeftOut, ProgressView
+from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.retry import StepRetries
 from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
-from packgraph.train.spikes import GoBack, NonFiniteLossError, Spikes
-from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.spikes import GoBack, Limits, NonFiniteLossError, Spikes
+from packgraph.train.strategies import add_counts
 from packgraph.train.trackers import NAMES
 
 OPTIMIZER = "optimizer."  # stored names of its state begin so
@@ -71,27 +79,26 @@ DATA_ENDED = "the data ended"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
+@dataclass
+class LaunchedStep:
+    """A step whose numbers the host has not read yet.
 
-    microbatches, tokens, loss_tokens and places are those of all replicas; replayed and fallbacks
-    those of this rank since the start of the run. checkpoint_pause: part of `seconds` in which the
-    step waited for the checkpoint of the step before.
+    share: this replica's packs. loss_tokens: of all replicas. limits: of its loss and gradient
+    norm. row: its entry in metrics.jsonl, as far as the host knows it; tokens, places and
+    microbatches are those of all replicas, replayed and fallbacks those of this rank since the
+    start of the run, times in seconds. has_labels: some replica's packs have. random: generators
+    before it. made: times it was. numbers: waits for them; see `Trainer._numbers`.
     """
 
-    step: int
-    learning_rate: float
-    microbatches: int
-    tokens: int
+    share: Sequence[PackedBatch]
     loss_tokens: int
-    places: int
-    replayed: int
-    fallbacks: int
-    seconds: float
-    data_wait: float
-    checkpoint_pause: float
-    starting: bool
+    learning_rate: float
+    limits: Limits
+    row: dict[str, Any] = field(default_factory=dict)
+    has_labels: bool = True
+    random: dict[str, Tensor] = field(default_factory=dict)
+    made: int = 0
+    numbers: Callable[[], list[float]] = list
 
 
 class Trainer:
@@ -152,12 +159,7 @@ class Trainer:
             self._whereabouts,
             view.note,
         )
-        self._repeats = StepRetries(
-            self.executor,
-            self.optimizer,
-            device,
-            FurtherLosses(self.model.chunks, config, self.mesh, device),
-        )
+        self._further = FurtherLosses(self.model.chunks, config, self.mesh, device)
         self.evaluation = Evaluation(
             config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
         )
@@ -165,14 +167,14 @@ class Trainer:
         self._made = 0  # steps that this process has launched
         self._labelled = False  # one of them had a label
         self._resumed_at = 0
-        self._fetch = LateFetch(device)
+        self._launched: deque[LaunchedStep] = deque()  # oldest first
+        self.repeated = 0  # steps that were made again
         self._last_end = self._pause = 0.0
         self._saved_at = 0
-        self._positions: dict[
-            int, dict[str, Any]
-        ] = {}  # of the data, after each of the newest steps
-        self._others_stopped = False
-        self._left_out = LeftOut(self.feed, view)
+        # Of the data, after each of the newest steps.
+        self._positions: dict[int, dict[str, Any]] = {}
+        self._stop, self._others_stopped = StopRequest(), False
+        self._log: MetricsLog | RowsOnly = RowsOnly()
         self._graphs_before: dict[str, Any] = {}
         self._summary_before: dict[str, Any] = {}
 
@@ -197,14 +199,16 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run, or the best. Raises CheckpointError."""
-        find = partial(self._find_checkpoint, best=self.config.run.resume == "best")
-        path, step, state, damaged = on_first(self.mesh, find, CheckpointError)
-        for told in damaged:
-            self.view.note(f"{told}. It is passed over")
-        for told in self._load(path, step, state):
-            self.view.note(told)
-        for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
-            self.view.note(told)
+        best = self.config.run.resume == "best"
+        path, step, state, damaged = on_first(
+            self.mesh,
+            lambda: checkpoint_to_resume(self.folder / CHECKPOINTS, self.device.type, best=best),
+            CheckpointError,
+        )
+        self.view.note(*(f"{told}. It is passed over" for told in damaged))
+        self.view.note(*self._load(path, step, state))
+        room = state.get("experts", {})
+        self.view.note(*restore_room(self.model, self.config, self.mesh, room))
         try:
             self.feed.load_state_dict(state["data"])
         except DataError as error:
@@ -220,18 +224,18 @@ class Trainer:
     def _load(self, path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
         """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes
         for people."""
-        told = []
+        told, tensors = [], self.tensors()
         check_base(path, state, self._base)
-        random = random_states(self.device)
-        stream = self._stream()
-        if state.get("random_streams", ["random"]) == all_streams(
-            self.mesh, sequence=self._splits_rows
-        ):
-            states = {f"{stream}.{name}": value for name, value in random.items()}
-            self._load_tensors(path, self.tensors() | states)
-            set_random_states(random, self.device)
+        streams = all_streams(self.mesh, sequence=self._splits_rows)
+        goes_on = state.get("random_streams", ["random"]) == streams
+        random = self._random_states()
+        with checkpoint_here(path, self.mesh, self._nodes) as here:
+            load_tensors(here, tensors | (random if goes_on else {}), RANDOM, self.mesh)
+        self.optimizer.load({name.removeprefix(OPTIMIZER): t for name, t in tensors.items()})
+        if goes_on:
+            states = {name.rpartition(".")[2]: value for name, value in random.items()}
+            set_random_states(states, self.device)
         else:
-            self._load_tensors(path, self.tensors())
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             told.append("saved at another layout: dropout goes on with new random numbers")
@@ -248,18 +252,11 @@ class Trainer:
                 "go on from another checkpoint"
             ) from error
 
-    def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        with checkpoint_here(path, self.mesh, self._nodes) as here:
-            load_tensors(here, tensors, RANDOM, self.mesh)
-        self.optimizer.load({name.removeprefix(OPTIMIZER): t for name, t in tensors.items()})
-
-    def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
-        """The newest whole checkpoint, or the best. Raises CheckpointError."""
-        return checkpoint_to_resume(self.folder / CHECKPOINTS, self.device.type, best=best)
-
-    def _stream(self) -> str:
-        """Name of the random numbers that this rank draws from."""
-        return stream_name(self.mesh.layout.coordinates(self.mesh.rank), sequence=self._splits_rows)
+    def _random_states(self) -> dict[str, Tensor]:
+        """The random states of this rank, by their names in checkpoints."""
+        place = self.mesh.layout.coordinates(self.mesh.rank)
+        stream = stream_name(place, sequence=self._splits_rows)
+        return {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which
@@ -267,34 +264,31 @@ class Trainer:
 
         Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
         """
-        if (
-            self._resumed_at >= self.config.run.steps
-            and (summary := self._finished_summary()) is not None
-        ):
-            self.view.note(
-                f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go "
-                "on"
-            )
+        steps, before = self.config.run.steps, self._summary_before
+        if self._resumed_at >= steps and before.get("steps") == self.step:
+            self.view.note(f"nothing to do: all {steps} steps are done; raise run.steps to go on")
             # A run that was stopped before is not to be started again.
-            stopped = summary.pop("exit_code", None) is not None
-            return summary | ({"ended": COMPLETED} if stopped else {})
+            stopped = before.pop("exit_code", None) is not None
+            return before | ({"ended": COMPLETED} if stopped else {})
+        self._stop = stop
         for feed in (self.feed, *self.evaluation.feeds.values()):
             feed.stop = stop
-        log = self._open_log()
-        if log.damaged:
-            lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")
+        self._begin_folder()
+        self._open_log()
+        if damaged := self._log.damaged:
+            lines = ", ".join(map(str, damaged[:8])) + (" …" if len(damaged) > 8 else "")
             self.view.note(
                 f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})"
             )
         ended = COMPLETED
         try:
             if self.config.run.async_checkpoints and self._saves_on_the_way():
-                self._saves.prepare(self._stored_tensors(), self.device)
+                self._saves.prepare(self.tensors() | self._random_states(), self.device)
             self._saved_at, self._last_end = self.step, time.perf_counter()
             if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
-                self._write_checkpoint(log)  # to go back to
-            while (done := self._steps(log, stop)) is None:
-                log = self._reopened(log)
+                self._write_checkpoint()  # to go back to
+            while (done := self._steps()) is None:
+                self._open_log()
             ended = done
             if self._made and not self._labelled and not self._resumed_at:
                 raise DataError(
@@ -306,43 +300,41 @@ class Trainer:
             together = self._whereabouts.together(f"bad data after step {self.step}")
             if together:
                 with contextlib.suppress(GoBack):  # the newest checkpoint stays
-                    self._save(
-                        log, self._position_after(self.step)
-                    )  # the data are in the middle of another step
+                    # The data are in the middle of another step.
+                    self._save(self._position_after(self.step))
             if not (together and isinstance(error, NoDataError)):
                 raise
             self._others_stopped = True
         finally:
-            log.close()
-        stopped = self.step < self.config.run.steps and self._must_stop(stop)
+            self._log.close()
+        stopped = self.step < steps and self._must_stop()
         if stopped:
             ended = f"stopped by {stop.reason or 'a signal to another process'}"
-        summary = self._summary(log, ended)
+        summary = self._summary(ended)
         if stopped:
             summary["exit_code"] = stop.exit_code()
         if self.mesh.rank == 0:
             write_json(self.folder / SUMMARY, summary)
         return summary
 
-    def _steps(self, log: MetricsLog | RowsOnly, stop: StopRequest) -> str | None:
+    def _steps(self) -> str | None:
         """Train to the end, and save there. Returns why it ended; None if the run has gone back to
         a checkpoint."""
-        ended = COMPLETED
+        ended, steps, every = COMPLETED, self.config.run.steps, self.config.run.checkpoint_every
         try:
-            while self.step < self.config.run.steps and not self._must_stop(stop):
+            while self.step < steps and not self._must_stop():
                 if self.evaluation.ending is not None:
                     ended = self.evaluation.ending
                     break
-                if not self._one_step(stop):
+                if not self._one_step():
                     ended = DATA_ENDED
                     break
                 due = self.evaluation.is_due(self.step)
-                self._report(log, leave=0 if due else 1)
+                self._report(leave=0 if due else 1)
                 is_best = due and self.evaluation.best.step == self.step
-                every = self.config.run.checkpoint_every
                 if is_best or (every and self.step % every == 0):
-                    self._save(log, goes_on=self.step < self.config.run.steps)
-            self._save(log)
+                    self._save(goes_on=self.step < steps)
+            self._save()
         except GoBack as found:
             self._go_back(found)
             return None
@@ -362,13 +354,13 @@ class Trainer:
         Steps that were launched after that one are forgotten, and their data come again: what the
         host happened to have launched does not count, so a resumed run goes the same way.
         """
-        while len(self._fetch):
-            self._fetch.pop()
-        self._repeats.forget()
+        self._launched.clear()
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        folder, kind = self.folder / CHECKPOINTS, self.device.type
+        newest = partial(checkpoint_to_resume, folder, kind)
+        path, step, state, _ = on_first(self.mesh, newest, CheckpointError)
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
@@ -376,13 +368,6 @@ class Trainer:
         self.view.note(
             f"step {found.step}: {found}. Back to {path} ({wrong - step} steps), on with other data"
         )
-
-    def _reopened(self, log: MetricsLog | RowsOnly) -> MetricsLog | RowsOnly:
-        """The log without the steps behind the one that the run has gone back to."""
-        log.close()
-        if isinstance(log, MetricsLog):
-            return self._metrics_log()
-        return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, free all graphs and their memory, and end
@@ -394,22 +379,26 @@ class Trainer:
             self.evaluation.close()
             self.executor.close()
 
-    def _open_log(self) -> MetricsLog | RowsOnly:
-        """Create the folder and the files of the run, on rank 0."""
+    def _begin_folder(self) -> None:
+        """Create the folder and the configuration of the run, on rank 0."""
         if self._nodes.leads(self.mesh.rank):  # for `--config runs/NAME/config.json` there
             write_json(self.folder / CONFIG, self._stored_config())
-        if self.mesh.rank != 0:
-            return RowsOnly()
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._resumed_at:
-                for name in (SUMMARY, NAMES):  # of a run that ended before its first checkpoint
+        if self.mesh.rank == 0:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Of a run that ended before its first checkpoint.
+                for name in () if self._resumed_at else (SUMMARY, NAMES):
                     (self.folder / name).unlink(missing_ok=True)
-        write_json(self.folder / CONFIG, self._stored_config())
-        return self._metrics_log()
+            write_json(self.folder / CONFIG, self._stored_config())
 
-    def _metrics_log(self) -> MetricsLog:
-        return MetricsLog(
+    def _open_log(self) -> None:
+        """Open the log after the step that the run is at: rows behind it, as of before the run has
+        gone back, are cut."""
+        self._log.close()
+        if self.mesh.rank != 0:
+            self._log = RowsOnly([row for row in self._log.rows if row["step"] <= self.step])
+            return
+        self._log = MetricsLog(
             self.folder,
             last_step=self.step,
             trackers=self.config.run.tracker,
@@ -422,70 +411,96 @@ class Trainer:
         run of its own."""
         return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
-    def _must_stop(self, stop: StopRequest) -> bool:
+    def _must_stop(self) -> bool:
         """Tells whether the run ends here, also because a checkpoint could not be written. Several
         processes find out together, from the numbers of a finished step."""
-        return self._wants_to_stop(stop) if self.mesh.world == 1 else self._others_stopped
+        return self._wants_to_stop() if self.mesh.world == 1 else self._others_stopped
 
-    def _wants_to_stop(self, stop: StopRequest | bool) -> bool:
-        return bool(stop) or self._saves.failed
+    def _wants_to_stop(self) -> bool:
+        return bool(self._stop) or self._saves.failed
 
-    def _one_step(self, stop: StopRequest) -> bool:
+    def _one_step(self) -> bool:
         """Launch one optimizer step; False when the data ended."""
-        self._enter_step()
+        warmup, is_first = self.executor.warmup, self._made == 0
+        phase = ("warm-up", "capture", "replay")[(self._made >= warmup) + (self._made > warmup)]
+        self._whereabouts.at(phase if self.config.graph.enabled else "training", self.step + 1)
         rows_timed = self._time_rows()
         self._positions[self.step] = self.feed.state_dict()
         self._positions.pop(self.step - KEPT_POSITIONS, None)
         asked = time.perf_counter()
         fed = self.feed.take()
         data_wait = time.perf_counter() - asked
-        batches = fed.packs
-        if not batches:
+        if not fed.packs:
             return False
-        self._left_out.watch()
+        self.view.tell_left_out(fed.counts)
         captured = self.executor.before_step(self._made)
         if captured:
             self._whereabouts.at("replay", self.step + 1)
-        for told in (
-            self.executor.memory.notes if captured and self.executor.memory is not None else ()
-        ):
-            self.view.note(told)
-        timed = self.executor.tune(batches, self.view.note)
-        learning_rate = learning_rate_of(self.config, self.step)
-        loss, norm = self._repeats.launch(
-            fed.share, fed.loss_tokens, learning_rate, self.spikes.limits(self.step + 1)
+            memory = self.executor.memory
+            self.view.note(*(() if memory is None else memory.notes))
+        timed = self.executor.tune(fed.packs, self.view.note)
+        step = LaunchedStep(
+            fed.share,
+            fed.loss_tokens,
+            learning_rate_of(self.config, self.step),
+            self.spikes.limits(self.step + 1),
+            has_labels=any(batch.num_loss_tokens for batch in fed.packs),
         )
+        self._launch(step)
+        self._launched.append(step)
         started, self._last_end = self._last_end, time.perf_counter()
-        graphs = self._graphs()
         self.step += 1
         self._made += 1
-        record = StepRecord(
-            step=self.step,
-            learning_rate=learning_rate,
-            microbatches=len(batches),
-            tokens=sum(batch.num_tokens for batch in batches),
-            loss_tokens=sum(batch.num_loss_tokens for batch in batches),
-            places=sum(batch.capacity.tokens for batch in batches),
-            replayed=graphs["replayed"],
-            fallbacks=sum(graphs["fallbacks"].values()),
-            seconds=self._last_end - started,
-            data_wait=data_wait,
-            checkpoint_pause=self._pause,
-            starting=captured or timed or rows_timed or self._made == 1,
-        )
+        graphs = self._graphs()
+        step.row = {
+            "step": self.step,
+            "loss": None,
+            "gradient_norm": None,
+            "learning_rate": step.learning_rate,
+            "tokens": sum(batch.num_tokens for batch in fed.packs),
+            "places": sum(batch.capacity.tokens for batch in fed.packs),
+            "microbatches": len(fed.packs),
+            "replayed": graphs["replayed"],
+            "fallbacks": sum(graphs["fallbacks"].values()),
+            "seconds": self._last_end - started,
+            "data_wait": data_wait,
+            "starting": captured or timed or rows_timed or is_first,
+        }
+        if self._pause:  # part of `seconds`: the step waited for the checkpoint before
+            step.row["checkpoint_pause"] = self._pause
         self._pause = 0.0
-        self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         self.feed.go_on()
         if self._tells_sums and (narrow := warn_of_sums(self._sums, len(fed.share))):
             self._tells_sums = False
             self.view.note(narrow)
         return True
 
-    def _enter_step(self) -> None:
-        """Say what the next step is."""
-        done, graph, warmup = self._made, self.config.graph, self.executor.warmup
-        phase = "warm-up" if done < warmup else "capture" if done == warmup else "replay"
-        self._whereabouts.at(phase if graph.enabled else "training", self.step + 1)
+    def _launch(self, step: LaunchedStep) -> None:
+        """Make a step, and start to copy its numbers to the host."""
+        step.random = random_states(self.device)
+        step.made += 1
+        if self.optimizer.overflow is not None:
+            self.optimizer.overflow.begin()
+        self.optimizer.set_limits(step.limits)
+        loss, norm = self.executor.train_step(
+            step.share, step.loss_tokens, self.optimizer, step.learning_rate
+        )
+        step.numbers = fetch_late(self._numbers(loss, norm))
+
+    def _numbers(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Figures of the newest step, float32 [5 + D] on the device: loss, norm, how many processes
+        want to stop, whether the step changed nothing because experts lacked room, or because of a
+        spike, and the losses of further tokens. To be asked once for each step that was made."""
+        optimizer, zero = self.optimizer, torch.zeros_like(loss)
+        wish = torch.full_like(loss, float(self.mesh.world > 1 and self._wants_to_stop()))
+        told = loss if self.mesh.tells_loss else zero
+        totals = torch.cat([torch.stack([told, wish]), self._further.take()])
+        if self.mesh.world > 1:
+            dist.all_reduce(totals)
+        blocked = zero if optimizer.overflow is None else optimizer.overflow.blocked
+        spiked = zero if optimizer.guard is None else optimizer.spiked
+        own = torch.stack([totals[0], norm, totals[1], blocked, spiked])
+        return torch.cat([own, totals[2:]])
 
     def _time_rows(self) -> bool:
         """With the first step after the last capture done: measure what rows cost, and plan by
@@ -498,47 +513,34 @@ class Trainer:
             or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic)
         ):
             return False
-        timed = time_row(self.executor, self.device, slowest_rank(self.mesh))
-        with put_back(self.model.chunks, self.executor, self.device):
+        timed = time_row(self.executor.run_step, self.device, slowest_rank(self.mesh))
+        with self.executor.aside(), undisturbed(self.model.chunks, self.device):
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
-            with self.feed.paused():
-                steps.plan_by(found.cost)
-        self._positions = dict.fromkeys(
-            self._positions, self.feed.state_dict()
-        )  # earlier steps had other plans
+            self.feed.drop_ahead()
+            steps.plan_by(found.cost)
+        # Earlier steps had other plans.
+        self._positions = dict.fromkeys(self._positions, self.feed.state_dict())
         self.view.note(found.note)
         return True
 
-    def _numbers(
-        self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool
-    ) -> Tensor:
-        """Figures of a step, float32 [5 + D] on the device: loss, norm, how many processes want to
-        stop, whether the step changed nothing because experts lacked room, or because of a spike,
-        and the losses of further tokens."""
-        if self.mesh.world == 1:
-            return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
-        wish = torch.full_like(loss, float(self._wants_to_stop(stop)))
-        told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
-        totals = torch.cat([torch.stack([told, wish]), verdicts[2:]])
-        dist.all_reduce(totals)
-        return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts[:2], totals[2:]])
-
-    def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
+    def _report(self, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write
         and show them."""
-        while len(self._fetch) > leave:
-            record, (loss, norm, stopping, blocked, spiked, *further) = self._fetch.pop()
+        while len(self._launched) > leave:
+            step = self._launched[0]
+            loss, norm, stopping, blocked, spiked, *further = step.numbers()
             self._others_stopped = self._others_stopped or stopping > 0
             if blocked:
-                self._again(record)
+                self._make_again()
                 continue
-            self._repeats.confirm()
-            unlabelled = record.loss_tokens == 0 and math.isfinite(loss) and math.isfinite(norm)
+            self._launched.popleft()
+            row, number = step.row, step.row["step"]
+            unlabelled = not step.has_labels and math.isfinite(loss) and math.isfinite(norm)
             if unlabelled:
-                self.view.note(f"step {record.step}: it has no label, so nothing was learned")
+                self.view.note(f"step {number}: it has no label, so nothing was learned")
             skipped = not unlabelled and self.spikes.judge(
-                record.step,
+                number,
                 loss,
                 norm,
                 left_out=spiked > 0,
@@ -546,30 +548,15 @@ class Trainer:
                 note=self.view.note,
                 advise=self._how_to_go_on,
             )
-            row = {
-                "step": record.step,
-                "loss": None if unlabelled else finite(loss),
-                "gradient_norm": finite(norm),
-                "learning_rate": record.learning_rate,
-                "tokens": record.tokens,
-                "places": record.places,
-                "microbatches": record.microbatches,
-                "replayed": record.replayed,
-                "fallbacks": record.fallbacks,
-                "seconds": record.seconds,
-                "data_wait": record.data_wait,
-                "starting": record.starting,
-            }
-            if record.checkpoint_pause:
-                row["checkpoint_pause"] = record.checkpoint_pause
+            row |= {"loss": None if unlabelled else finite(loss), "gradient_norm": finite(norm)}
             row |= FurtherLosses.row(further) | ({"skipped": True} if skipped else {})
             row |= {"unlabelled": True} if unlabelled else {}
             self._labelled = self._labelled or not unlabelled
             try:
-                if self.evaluation.is_due(record.step):  # no later step was launched
-                    row |= self._evaluate(record.step)
+                if self.evaluation.is_due(number):  # no later step was launched
+                    row |= self._evaluate(number)
             finally:
-                log.write(row)
+                self._log.write(row)
                 self.view.show(row)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
@@ -581,51 +568,52 @@ class Trainer:
         self._last_end += time.perf_counter() - began
         return found
 
-    def _again(self, record: StepRecord) -> None:
-        """Make the step of `record` and what was launched after it again, with more room."""
-        records = [record, *(self._fetch.pop()[0] for _ in range(len(self._fetch)))]
-        told, made = self._repeats.again()
-        self.view.note(f"step {record.step} is made again: {told}")
-        for again, (loss, norm, verdicts) in zip(records, made, strict=True):
-            self._fetch.push(
-                replace(again, starting=True),
-                self._numbers(loss, norm, verdicts, self._others_stopped),
-            )
+    def _make_again(self) -> None:
+        """Make room for experts, capture graphs of the new shapes and make all launched steps
+        again, in order. Collective; waits for the device. Raises RuntimeError when a step does not
+        fit after several attempts."""
+        overflow, oldest = self.optimizer.overflow, self._launched[0]
+        assert overflow is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # First: they hold the old pages, for which the new ones need the memory.
+        self.executor.free_graphs(None)
+        told = overflow.make_room(whole=oldest.made >= MOST_ATTEMPTS - 1)
+        self.executor.rebuild()
+        set_random_states(oldest.random, self.device)
+        for step in self._launched:
+            if step.made >= MOST_ATTEMPTS:
+                raise RuntimeError(
+                    f"a step did not fit into the room for experts {step.made} times ({told}); "
+                    "give more with --parallel.expert-room"
+                )
+            self.repeated += 1
+            self._launch(step)
+            step.row["starting"] = True
+        self.view.note(f"step {oldest.row['step']} is made again: {told}")
 
-    def _save(
-        self,
-        log: MetricsLog | RowsOnly,
-        position: dict[str, Any] | None = None,
-        *,
-        goes_on: bool = False,
-    ) -> None:
+    def _save(self, position: dict[str, Any] | None = None, *, goes_on: bool = False) -> None:
         """Checkpoint the current step once, where there are checkpoints, after all its numbers and
         all weights were found finite.
 
         position: of the data after this step, None for where they are now. goes_on: training does;
         otherwise all checkpoints are whole when this returns.
         """
-        self._report(log, leave=0)
+        self._report(leave=0)
         began = time.perf_counter()
         if self._saved_at != self.step:
             self._check_weights()
             if self.config.run.checkpoint_every:
-                self._write_checkpoint(log, position, in_background=goes_on)
+                self._write_checkpoint(position, in_background=goes_on)
         if not goes_on:
             self._saves.wait()
         self._pause += time.perf_counter() - began
 
     def _check_weights(self) -> None:
         """Raise NonFiniteLossError, or GoBack, if a weight of any rank is not finite."""
-        largest = torch.stack(
-            [
-                norm.float()
-                for norm in torch._foreach_norm(
-                    self.optimizer.flat.kept(self.model.parameters()),
-                    float("inf"),
-                )
-            ]
-        ).max()
+        weights = self.optimizer.flat.kept(self.model.parameters())
+        norms = torch._foreach_norm(weights, float("inf"))
+        largest = torch.stack([norm.float() for norm in norms]).max()
         if self.mesh.everyone() is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
@@ -633,19 +621,8 @@ class Trainer:
                 self.spikes.must_go_back(self.step, "a weight is not finite", self._how_to_go_on)
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
 
-    def _stored_tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint of this rank holds now."""
-        stream = self._stream()
-        return self.tensors() | {
-            f"{stream}.{name}": value for name, value in random_states(self.device).items()
-        }
-
     def _write_checkpoint(
-        self,
-        log: MetricsLog | RowsOnly,
-        position: dict[str, Any] | None = None,
-        *,
-        in_background: bool = False,
+        self, position: dict[str, Any] | None = None, *, in_background: bool = False
     ) -> None:
         self._whereabouts.at("save", self.step)
         self.spikes.is_best(self.step)
@@ -663,10 +640,10 @@ class Trainer:
             "spikes": self.spikes.state(),
             "evaluation": self.evaluation.state(),
         }
-        log.sync()
+        self._log.sync()
         self._saves.write(
             self.step,
-            self._stored_tensors(),
+            self.tensors() | self._random_states(),
             state,
             self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
             in_background=in_background,
@@ -681,20 +658,17 @@ class Trainer:
         kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
         return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
 
-    def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
-        summary = (
-            {"ended": ended, "device": str(self.device)}
-            | summarize(log.rows)
-            | {"spikes": self.spikes.counts(), "documents": self._left_out.counts()}
-        )
+    def _summary(self, ended: str) -> dict[str, Any]:
+        """The content of summary.json."""
+        summary = {"ended": ended, "device": str(self.device)} | summarize(self._log.rows)
+        summary |= {"spikes": self.spikes.counts(), "documents": self.feed.counts}
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
         if self.evaluation.enabled:
             summary["evaluation"] = self.evaluation.summary()
-        if (
-            "loss_first" in self._summary_before
-        ):  # the mean over more steps, of a longer run, would be another one
+        # The mean over more steps, of a longer run, would be another one.
+        if "loss_first" in self._summary_before:
             for key in ("loss_first", "loss_first_steps"):  # older summaries do not have the steps
                 summary[key] = self._summary_before.get(key)
         return summary
@@ -703,7 +677,3 @@ class Trainer:
         """Counts of graphs since the start of the run, in all processes that went on with it one
         after another."""
         return add_counts(self._graphs_before, self.executor.totals())
-
-    def _finished_summary(self) -> dict[str, Any] | None:
-        """The summary in the folder if it is that of the step this run has reached, else None."""
-        return self._summary_before if self._summary_before.get("steps") == self.step else None

@@ -33,17 +33,11 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.sections import AUTO, NONE, TrainConfig
 from packgraph.train.features.context import rank_tokens
+from packgraph.train.features.moe import MOST_ATTEMPTS
 from packgraph.train.features.prediction import sums_of
+from packgraph.train.feed import MicrobatchAssignment, Packs, count_loss_tokens, take_step
 from packgraph.train.random_state import random_states, set_random_states
-from packgraph.train.retry import MOST
-from packgraph.train.runners import MicrobatchRunner
-from packgraph.train.step import (
-    MicrobatchAssignment,
-    Packs,
-    accumulate,
-    count_loss_tokens,
-    take_step,
-)
+from packgraph.train.strategies import MicrobatchExecutor, accumulate
 
 Made = TypeVar("Made")
 LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = (
@@ -116,10 +110,9 @@ class ComparedRun:
     ) -> Tensor:
         self.optimizer.zero_grad()
         loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
-        runner = self.executor.runner
-        if in_flight and isinstance(runner, MicrobatchRunner):
+        if in_flight and type(self.executor) is MicrobatchExecutor:
             loss = accumulate(
-                runner.loss,
+                self.executor.loss,
                 share,
                 self.device,
                 in_flight=True,
@@ -147,7 +140,7 @@ class ComparedRun:
         """
         self.executor.before_step(step)
         share = self.sharing.share(batches)
-        for _ in range(MOST):
+        for _ in range(MOST_ATTEMPTS):
             set_random_states(self.random, self.device)
             made = make(share)
             if self.optimizer.overflow is None or not self.optimizer.overflow.agree():
@@ -155,8 +148,8 @@ class ComparedRun:
                 return made
             self._make_room()
         raise RuntimeError(
-            f"step {step + 1} did not fit into the room for experts {MOST} times; give more with "
-            "--parallel.expert-room"
+            f"step {step + 1} did not fit into the room for experts {MOST_ATTEMPTS} times; give "
+            "more with --parallel.expert-room"
         )
 
     def _make_room(self) -> None:

@@ -46,7 +46,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.processes import on_first
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.step import Packs
+from packgraph.train.feed import Packs
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of
 from packgraph.verification.sequential import verify_sequential

@@ -45,7 +45,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import rectangles
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.step import Packs
+from packgraph.train.feed import Packs
 from packgraph.verification.compare import Difference, as_integers, first_unequal
 from packgraph.verification.compared_run import (
     ComparedRun,

@@ -37,7 +37,7 @@ from packgraph.graphs.fallback import CAPTURE_FAILED
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.step import Packs
+from packgraph.train.feed import Packs
 from packgraph.verification.compare import Difference, first_difference
 from packgraph.verification.compared_run import (
     ComparedRun,

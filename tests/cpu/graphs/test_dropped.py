@@ -15,8 +15,8 @@ from trainkit import RandomPacks, tiny, trainer
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.train.config.sections import OffloadConfig
-from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
+from packgraph.train.strategies import sample_batch
 
 
 @pytest.fixture(autouse=True)

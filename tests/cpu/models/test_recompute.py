@@ -18,7 +18,7 @@ from packgraph.graphs.memory.trial import trial_memory
 from packgraph.graphs.stages import run_stages
 from packgraph.models.config import MambaConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.train.runners import sample_batch
+from packgraph.train.strategies import sample_batch
 
 MODELS = {
     "dense": config(3),

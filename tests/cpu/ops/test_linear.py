@@ -105,7 +105,8 @@ def test_a_toy_product_adds_to_gradients_in_compiled_layers(toy, monkeypatch):
     """By torch's tracing compiler, not the one that generates code."""
     by_tracing = partial(graph, compile="aot_eager")
     monkeypatch.setattr(
-        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+        "packgraph.train.strategies.graph",
+        lambda *given, compile, **rest: by_tracing(*given, **rest),
     )
     config = named(tiny_experts_config("layer", 0.0, 5), toy)
     experts = replace(config.model.experts, first_dense=0)

@@ -13,13 +13,13 @@ from packgraph import cli
 from packgraph.bench.models import shape
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.train.auto_capacities import bucket_request, read_lengths, with_capacities
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config, to_dict
 from packgraph.train.config.sections import BucketConfig, GraphConfig, ParallelConfig, TrainConfig
 from packgraph.train.data import DataConfig, build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost
 from packgraph.train.launch import prepare
+from packgraph.train.plan import bucket_request, read_lengths, with_capacities
 
 SMALL = [
     "--model.hidden-size",

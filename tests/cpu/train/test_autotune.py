@@ -37,10 +37,9 @@ from packgraph.train.autotune import (
 from packgraph.train.build import build_model
 from packgraph.train.config.sections import GraphConfig
 from packgraph.train.config.values import render
-from packgraph.train.executor import Executor
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.runners import MicrobatchRunner, sample_batch
 from packgraph.train.signals import StopRequest
+from packgraph.train.strategies import Executor, MicrobatchExecutor, sample_batch
 from packgraph.verification.verify import verify
 
 # Two of warm-up, five timed each way, and some after the choice; every step times all buckets.
@@ -139,7 +138,7 @@ def train(folder, settings, hands=None):
     summary = run.run(StopRequest())
     state = state_of(run)
     log = (folder.parent / "log").read_text()
-    stats = run.executor.runner.graphed[0].stats if settings.graph.enabled else None
+    stats = run.executor.graphed[0].stats if settings.graph.enabled else None
     run.close()
     return (
         state,
@@ -263,7 +262,7 @@ def test_whole_steps_are_given_up_as_one(ways, untimed, tmp_path, monkeypatch):
 def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
     """R13, and the negative control: the waits are there."""
     inside, waits = [], []
-    run_step, wait = MicrobatchRunner.run_step, Stopwatch.wait
+    run_step, wait = MicrobatchExecutor.run_step, Stopwatch.wait
 
     def stepping(self, *args):
         inside.append(True)
@@ -271,7 +270,7 @@ def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
         inside.pop()
         return result
 
-    monkeypatch.setattr(MicrobatchRunner, "run_step", stepping)
+    monkeypatch.setattr(MicrobatchExecutor, "run_step", stepping)
     monkeypatch.setattr(Stopwatch, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", config())
     assert waits and not any(waits)
@@ -372,7 +371,7 @@ def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run.run(StopRequest())
     run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
     run.executor.rebuild()
-    (slot,) = run.executor.runner.graphed[0]._slots.all
+    (slot,) = run.executor.graphed[0]._slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
     run.close()
 

@@ -139,8 +139,8 @@ def go(folder: Path, config: TrainConfig, spoil: int = -1) -> Trainer:
     run = trainer(folder, config)
     one_step = run._one_step
 
-    def stepped(stop: StopRequest) -> bool:
-        going = one_step(stop)
+    def stepped() -> bool:
+        going = one_step()
         if run.step == spoil:
             next(run.model.parameters()).data.fill_(float("nan"))
         return going
@@ -341,11 +341,11 @@ def test_a_way_back_waits_for_the_newest_checkpoint(
         run = trainer(tmp_path / str(way), settings(way, on_spike="rollback", checkpoint_every=3))
         one_step, spoiled = run._one_step, []
 
-        def stepped(stop: StopRequest, run=run, one_step=one_step, spoiled=spoiled) -> bool:
+        def stepped(run=run, one_step=one_step, spoiled=spoiled) -> bool:
             if run.step == 3 and not spoiled:
                 spoiled.append(1)
                 next(run.model.parameters()).data.fill_(float("nan"))
-            return one_step(stop)
+            return one_step()
 
         run._one_step = stepped  # type: ignore[method-assign]
         assert run.run(StopRequest())["spikes"]["rolled_back"] == 1

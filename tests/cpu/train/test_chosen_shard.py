@@ -13,7 +13,7 @@ from packgraph.train.config.reading import ConfigLayer, read_config
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, ParallelConfig
 from packgraph.train.features.live import live_layer
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
-from packgraph.train.predicted_peak import SHARE, predicted_peak
+from packgraph.train.memory import SHARE, predicted_peak
 
 EIGHT = DecoderConfig(
     vocab_size=151_936,

@@ -39,7 +39,7 @@ def train(folder, **options):
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "packgraph.train.runners.graph",
+            "packgraph.train.strategies.graph",
             lambda *args, compile, **options: graph(
                 *args, compile="aot_eager" if compile else False, **options
             ),

@@ -198,7 +198,7 @@ def test_compiled_stages_are_evaluated_by_compiled_code(
     def tracing(*modules: Any, compile: bool, **options: Any) -> Any:
         return graph(*modules, compile="aot_eager" if compile else False, **options)
 
-    monkeypatch.setattr("packgraph.train.runners.graph", tracing)
+    monkeypatch.setattr("packgraph.train.strategies.graph", tracing)
     data, found = documents(tmp_path / "data.jsonl", 30), []
     for name, every in (("plain", 0), ("evaluated", 2)):
         torch._dynamo.reset()

@@ -85,7 +85,7 @@ def go(folder, settings, pages=None):
         return (
             {name: value.clone() for name, value in run.tensors().items()},
             run.executor.totals(),
-            run._repeats.total,
+            run.repeated,
         )
     finally:
         run.close()
@@ -236,7 +236,7 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
     try:
         run.run(StopRequest())
         equal(expected, run.tensors())
-        assert run._repeats.total >= 1
+        assert run.repeated >= 1
         assert stash.pages.pages == 1 and stash.pages.host_pages > 1
     finally:
         run.close()
@@ -295,7 +295,7 @@ def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
     torch._dynamo.reset()
     monkeypatch.setattr(
-        "packgraph.train.runners.graph",
+        "packgraph.train.strategies.graph",
         lambda *args, compile, **options: graph(
             *args, compile="aot_eager" if compile else False, **options
         ),
@@ -450,7 +450,7 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
                 share(stash, moe_blocks(run.model.chunks))
             run.run(StopRequest())
             pages[resume] = stash.pages.pages
-            assert run._repeats.total == 0 and run.executor.totals()["replayed"] > 0
+            assert run.repeated == 0 and run.executor.totals()["replayed"] > 0
         finally:
             run.close()
     assert pages[False] == pages[True] == 3 * pages["planned"] + 1

@@ -15,10 +15,14 @@ from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.train import build, optimizer
 from packgraph.train.config.sections import OptimizerConfig, TrainConfig
-from packgraph.train.memory import need_of
+from packgraph.train.memory import (
+    memory_of_run,
+    need_of,
+    planned_state,
+    predicted_peak,
+    resident_bytes,
+)
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.predicted_peak import predicted_peak
-from packgraph.train.resident_state import memory_of_run, planned_state, resident_bytes
 from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import Limits

@@ -19,12 +19,12 @@ from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.undone import explained
 from packgraph.packing.capacity import Capacity
 from packgraph.train import memory as memory_budget
-from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.build import build_model
 from packgraph.train.config.sections import BucketConfig, TrainConfig
 from packgraph.train.memory import plan_memory
-from packgraph.train.runners import sample_batch
+from packgraph.train.plan import bucket_request
 from packgraph.train.signals import StopRequest
+from packgraph.train.strategies import sample_batch
 from packgraph.train.validate import validate
 
 

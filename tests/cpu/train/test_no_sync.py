@@ -26,7 +26,7 @@ def watch_steps(run, monkeypatch, spoil=None):
         monkeypatch.setattr(owner, name, watched)
 
     for owner, name in (
-        (run.executor.runner, "run_step"),
+        (run.executor, "run_step"),
         (run.optimizer, "zero_grad"),
         (run.optimizer, "step"),
         (run, "_numbers"),

@@ -25,7 +25,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
+from packgraph.train.metrics import METRICS, MetricsLog, fetch_late, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer, learning_rate_at
 from packgraph.train.run_files import RunFileError, write_json
 from packgraph.train.run_folder import (
@@ -163,14 +163,12 @@ def test_narrow_weights_keep_small_updates_in_their_masters() -> None:
     assert torch.equal(weight, master.bfloat16()) and bool((weight < 1).all())
 
 
-def test_late_fetch_gives_the_numbers_in_order() -> None:
-    fetch = LateFetch(CPU)
+def test_late_numbers_are_those_of_their_step() -> None:
     values = torch.tensor([1.0, 2.0])
-    fetch.push("a", values)
+    first = fetch_late(values)
     values.fill_(9)
-    fetch.push("b", values)
-    assert len(fetch) == 2
-    assert fetch.pop() == ("a", [1.0, 2.0]) and fetch.pop() == ("b", [9.0, 9.0])
+    second = fetch_late(values)
+    assert first() == [1.0, 2.0] and second() == [9.0, 9.0]
 
 
 @pytest.mark.parametrize("line", ["[1]", "3", "{}", '{"step": "1", "loss": 2}'])

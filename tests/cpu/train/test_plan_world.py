@@ -9,20 +9,23 @@ import pytest
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices, row_work
-from packgraph.train.plan_world import Speeds, WorldChoice, world_choices
+from packgraph.train.plan_memory import (
+    PlanMemoryArguments,
+    WorldChoice,
+    memory_choices,
+    world_choices,
+)
 from packgraph.train.updates import adamw
 
-SPEEDS = Speeds(tflops=500, device=4000, copies=50, host=300, net=40, per_host=8)
 TOKENS = 4096
+ASKED = PlanMemoryArguments(tokens=TOKENS)
 
 
 @functools.cache
 def found(world: int, limit: int | None = None, preset: str = "qwen3-0.6b", **speeds: float):
     config = PRESETS[preset]()
-    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
-    changed = replace(SPEEDS, **speeds)
-    return world_choices(config, world, TOKENS, world * TOKENS, work, changed, limit)
+    memory = None if limit is None else f"{limit / 2**20}MiB"
+    return world_choices(config, world, replace(ASKED, memory=memory, **speeds))
 
 
 def the(choices: list[WorldChoice], **fields: object) -> WorldChoice:
@@ -36,7 +39,7 @@ def the(choices: list[WorldChoice], **fields: object) -> WorldChoice:
 
 def test_one_rank_is_the_plan_of_one_device():
     config = PRESETS["qwen3-0.6b"]()
-    alone = memory_choices(config, PlanMemoryArguments(tokens=TOKENS))
+    alone = memory_choices(config, ASKED)
     choices = found(1)
     assert len(choices) == len(alone)
     for one in alone:
@@ -52,12 +55,11 @@ def test_one_rank_is_the_plan_of_one_device():
 
 def test_optimizers_change_memory_and_time():
     config = PRESETS["qwen3-0.6b"]()
-    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
     elements = sum(p.numel() for p in DecoderModel(config.model, device="meta").parameters())
     choices = {}
     for name in ("adamw", "muon", "adamw8bit", "adafactor"):
         named = replace(config, optimizer=replace(config.optimizer, name=name))
-        choices[name] = world_choices(named, 2, TOKENS, 2 * TOKENS, work, SPEEDS, None)
+        choices[name] = world_choices(named, 2, ASKED)
     assert not any(choice.dp == 2 for choice in choices["muon"])
     assert not any(choice.tp == 2 for choice in choices["adafactor"])
     plain, eight, factors = (
@@ -73,18 +75,17 @@ def test_state_on_the_host_takes_the_time_of_its_copies():
     config = PRESETS["qwen3-0.6b"]()
     config = replace(config, run=replace(config.run, dtype="bfloat16"))
     away = replace(config, optimizer=replace(config.optimizer, offload=True))
-    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
 
-    def chosen(run, limit):
-        choices = world_choices(run, 2, TOKENS, 2 * TOKENS, work, SPEEDS, limit)
+    def chosen(run, memory):
+        choices = world_choices(run, 2, replace(ASKED, memory=memory))
         return the(choices, dp=2, recompute="full")
 
     here, there = chosen(config, None), chosen(away, None)
     assert here.host == 0 < there.host
-    passes = 2 * adamw.PASSES["bfloat16"] * there.host / (SPEEDS.device * 1e9)
-    copies = there.host / (SPEEDS.copies * 1e9)
+    passes = 2 * adamw.PASSES["bfloat16"] * there.host / (ASKED.device_gb_s * 1e9)
+    copies = there.host / (ASKED.gb_s * 1e9)
     assert there.seconds - here.seconds == pytest.approx(copies - passes, rel=1e-6)
-    assert chosen(away, 2**40).seconds == here.seconds and chosen(away, 2**40).host == 0
+    assert chosen(away, "1024GiB").seconds == here.seconds and chosen(away, "1024GiB").host == 0
 
 
 def test_what_ranks_send_is_what_the_axes_say():
@@ -120,14 +121,14 @@ def test_more_ranks_of_a_kind_hold_less():
 
 
 def test_slow_links_favour_what_sends_less():
-    fast, slow = found(16), found(16, net=0.5)
+    fast, slow = found(16), found(16, net_gb_s=0.5)
     assert the(slow).seconds > the(fast).seconds
     assert the(slow, tp=8).waits > the(fast, tp=8).waits, "replicas lie on two hosts"
     assert slow[0].sent.get("dp", 0) <= fast[0].sent.get("dp", 0)
 
 
 def test_layers_shared_within_a_host_travel_over_its_links_alone():
-    choices = found(16, net=0.5)
+    choices = found(16, net_gb_s=0.5)
     every, host = (the(choices, shard="parameters", shard_ranks=ranks) for ranks in (0, 8))
     matrices = every.sent["shard"] * 16 / 15 / 4
     assert host.sent["shard"] == pytest.approx(4 * matrices * 7 / 8)

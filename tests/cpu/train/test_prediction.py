@@ -128,7 +128,7 @@ def compiled(folder, monkeypatch, **options):
     settings = config(compile=True, depths=1, capacities=CAPACITIES[:1], **options)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "packgraph.train.runners.graph",
+            "packgraph.train.strategies.graph",
             lambda *args, compile, **rest: graph(*args, compile="aot_eager", **rest),
         )
         folder.parent.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def test_a_step_that_is_made_again_counts_once(eager, tmp_path):
     share(stash, blocks)
     try:
         run.run(StopRequest())
-        assert run._repeats.total > 0
+        assert run.repeated > 0
         equal(state_of(run), eager[True][0])
     finally:
         run.close()

@@ -1,11 +1,11 @@
 """Steps made again: how often, and with how much room."""
 
-import types
-
 import pytest
 import torch
+from trainkit import tiny, trainer
 
-from packgraph.train.retry import MOST, StepRetries
+from packgraph.train.features.moe import MOST_ATTEMPTS
+from packgraph.train.signals import StopRequest
 
 
 class Crowded:
@@ -17,42 +17,33 @@ class Crowded:
     def begin(self) -> None:
         pass
 
+    def agree(self) -> torch.Tensor:
+        return self.blocked
+
     def make_room(self, whole: bool = False) -> str:
         self.asked.append(whole)
         self.blocked = torch.tensor(float(self.never or not whole))
         return "room was made"
 
 
-def repeats(overflow) -> StepRetries:
-    executor = types.SimpleNamespace(
-        train_step=lambda *_: (torch.zeros(()), torch.zeros(())),
-        rebuild=lambda: None,
-        free_graphs=lambda bucket: None,
-    )
-    return StepRetries(
-        executor,
-        types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
-        torch.device("cpu"),
-    )
+def run_of(folder, overflow):
+    run = trainer(folder / "run", tiny(False, steps=1))
+    run.optimizer.overflow = overflow
+    return run
 
 
-def make_until_it_fits(steps: StepRetries) -> int:
-    loss, _ = steps.launch([], 1, 1e-3)
-    attempts = 1
-    while steps.verdicts(loss)[0]:
-        _, ((loss, _, _),) = steps.again()
-        attempts += 1
-    return attempts
-
-
-def test_the_last_attempt_has_all_the_room_there_is():
+def test_the_last_attempt_has_all_the_room_there_is(tmp_path):
     """Every attempt may show the lack of a further layer only: with guesses alone a deep model
     would give up."""
     overflow = Crowded()
-    assert make_until_it_fits(repeats(overflow)) == MOST
-    assert overflow.asked == [False] * (MOST - 2) + [True]
+    run = run_of(tmp_path, overflow)
+    assert run.run(StopRequest())["steps"] == 1 and run.repeated == MOST_ATTEMPTS - 1
+    assert overflow.asked == [False] * (MOST_ATTEMPTS - 2) + [True]
+    run.close()
 
 
-def test_what_never_fits_is_an_error():
+def test_what_never_fits_is_an_error(tmp_path):
+    run = run_of(tmp_path, Crowded(never=True))
     with pytest.raises(RuntimeError, match=r"did not fit .* --parallel.expert-room"):
-        make_until_it_fits(repeats(Crowded(never=True)))
+        run.run(StopRequest())
+    run.close()

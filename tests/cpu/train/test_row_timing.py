@@ -16,16 +16,15 @@ from packgraph.parallel.context.plan import plan_context
 from packgraph.parallel.context.request import COEFFICIENTS, ContextCost, ContextRequest
 from packgraph.train.config.sections import GraphConfig
 from packgraph.train.data import DataConfig, PlannedSteps
-from packgraph.train.executor import Executor
 from packgraph.train.features.context import (
     is_wanted,
     measured_cost,
-    put_back,
     sample_rows,
     time_row,
+    undisturbed,
 )
 from packgraph.train.random_state import random_states
-from packgraph.train.runners import MicrobatchRunner
+from packgraph.train.strategies import MicrobatchExecutor
 
 CPU = torch.device("cpu")
 PRIOR = ContextCost(
@@ -118,15 +117,15 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
         model.register_forward_pre_hook(lambda module, _: [module.seen.add_(1)][1:] or None)
     capacity = Capacity(32, 4)
     options = GraphConfig(enabled=enabled, capacities=(capacity,), warmup=1, autotune=False)
-    executor = Executor(MicrobatchRunner(model, options, CPU), options, CPU)
+    executor = MicrobatchExecutor(model, options, CPU)
     request = ContextRequest(world=1, tokens=32, places=(4,), cost=PRIOR)
     (_, row), *_ = sample_rows(request, shape.vocab_size)
     executor.run_step([row], 1)
     executor.before_step(1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random, counts = random_states(CPU), executor.counts()
-    timed = time_row(executor, CPU, lambda number: number)
-    with put_back([model], executor, CPU):
+    timed = time_row(executor.run_step, CPU, lambda number: number)
+    with executor.aside(), undisturbed([model], CPU):
         assert timed(row) > 0
         assert not torch.equal(random_states(CPU)["cpu"], random["cpu"]), "dropout has drawn"
         assert executor.counts() != counts or not enabled

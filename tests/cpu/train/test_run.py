@@ -26,11 +26,12 @@ from packgraph.train.data import (
     open_microbatches,
 )
 from packgraph.train.data.source import DataChangedError
+from packgraph.train.feed import take_step
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import NonFiniteLossError
-from packgraph.train.step import accumulate, take_step
+from packgraph.train.strategies import accumulate
 from packgraph.train.trainer import CHECKPOINTS, Trainer
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PlannedPack, pack
-from packgraph.train.step import shares
+from packgraph.train.feed import shares
 
 CAPACITIES = (Capacity(64, 8), Capacity(128, 8))
 

@@ -43,7 +43,7 @@ def config(policy: str, graph: bool = False, **run: object) -> TrainConfig:
 
 def poisoned(run: Trainer, factor: float, bad: range = range(BAD, BAD + 1)) -> Trainer:
     """Let the steps that hold these packs have `factor` times their loss and gradients."""
-    runner = run.executor.runner
+    runner = run.executor
     original = runner.run_step
 
     def run_step(batches, *others):

@@ -68,7 +68,7 @@ def test_steps_with_the_update_inside_equal_eager_steps_bitwise(dtype, tmp_path)
 
 def test_a_step_beyond_the_bank_or_the_capacities_runs_by_microbatch(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "packgraph.train.step_runner.GraphedStep", functools.partial(GraphedStep, limit=1)
+        "packgraph.train.strategies.GraphedStep", functools.partial(GraphedStep, limit=1)
     )
     graph = train(tmp_path / "graph", config(30, capacities=CAPACITIES[:2]))
     assert_equal(graph, train(tmp_path / "eager", config(30, enabled=False)))

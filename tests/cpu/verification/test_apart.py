@@ -17,8 +17,8 @@ from verifykit import BROKEN, break_gradient, break_random_state, one_capacity, 
 from packgraph import cli
 from packgraph.train.config.presets import preset
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.executor import Executor
 from packgraph.train.features.moe import ExpertBalance, Overflow
+from packgraph.train.strategies import Executor
 from packgraph.verification import compared_run as side
 from packgraph.verification import sequential as apart
 from packgraph.verification.command import verify_problems

@@ -14,7 +14,7 @@ from packgraph import cli
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.capacity import Capacity
-from packgraph.train import runners as runner
+from packgraph.train import strategies
 from packgraph.train.random_state import random_states
 from packgraph.verification import command
 from packgraph.verification.compare import first_difference
@@ -114,7 +114,7 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
         made.append(graph(*args, compile="aot_eager" if compile else False, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(runner, "graph", quick)
+    monkeypatch.setattr(strategies, "graph", quick)
     config = tiny_config("chunk", 0.0, 4)
     report = verify(
         "compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU

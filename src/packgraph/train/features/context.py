@@ -34,7 +34,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -287,16 +286,7 @@ WEIGHT = 1e-4  # of the estimates in the fit: rows are few, and estimates may be
 
 TimeRow = Callable[[PackedBatch], float]
 Slowest = Callable[[float], float]
-
-
-class RunsSteps(Protocol):
-    """Part of an executor by which rows are timed."""
-
-    def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int) -> object:
-        """Forward and backward of microbatches."""
-
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Steps within are none of the run's."""
+RunStep = Callable[[Sequence[PackedBatch], int], object]
 
 
 def is_wanted(wish: bool | str, device: torch.device, deterministic: bool) -> bool:
@@ -385,9 +375,9 @@ def _scaled(cost: ContextCost, timings: Sequence[RowTiming]) -> ContextCost:
     return replace(cost, **{name: factor * getattr(cost, name) for name in COEFFICIENTS})
 
 
-def time_row(executor: RunsSteps, device: torch.device, slowest: Slowest) -> TimeRow:
-    """Times rows by what runs the steps of a run. Gradients are added to `.grad`. slowest: see
-    `slowest_rank`."""
+def time_row(run_step: RunStep, device: torch.device, slowest: Slowest) -> TimeRow:
+    """Times rows by what runs the microbatches of a step, given their loss tokens. Gradients are
+    added to `.grad`. slowest: see `slowest_rank`."""
 
     def timed(row: PackedBatch) -> float:
         times = []
@@ -395,7 +385,7 @@ def time_row(executor: RunsSteps, device: torch.device, slowest: Slowest) -> Tim
             synchronize(device)
             slowest(0.0)  # a common start
             began = time.perf_counter()
-            executor.run_step([row] * ROWS, row.num_tokens)
+            run_step([row] * ROWS, row.num_tokens)
             synchronize(device)
             if number:
                 times.append(1e6 * (time.perf_counter() - began) / ROWS)
@@ -416,19 +406,6 @@ def slowest_rank(mesh: Mesh) -> Slowest:
         return every.item()
 
     return slowest
-
-
-@contextlib.contextmanager
-def put_back(
-    modules: Sequence[nn.Module], executor: RunsSteps, device: torch.device
-) -> Iterator[None]:
-    """Restores buffers, random states and the executor's counts after what runs within; gradients
-    alone stay.
-
-    Nothing may be in flight.
-    """
-    with executor.aside(), undisturbed(modules, device):
-        yield
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ share, and more room:
 The overflow flag stays until `make_room`, so a step that was launched before the host knew changes
 nothing, either. What a step reads and writes besides parameters (gradients, loads of experts,
 optimizer state) begins anew or is left alone by a blocked update; random states are the trainer's
-to put back (`train/retry.py`).
+to put back (`train/trainer.py`).
 
 The room that experts turned out to need is in checkpoints (`room_of_experts`): a run that goes on
 need not find out again.
@@ -72,6 +72,7 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import longest_row
 
+MOST_ATTEMPTS = 5  # to make a step; room grows to what was needed, so a second one is rare
 SPARE = 1.1  # room over what was needed: routing goes on to move
 ROUNDING = 1e-9  # a share times what it is of
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from packgraph.graphs.checkpointed import LAYER_INPUT
 from packgraph.graphs.choose import make_copy_streams
+from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import ModelChunks, layer_kind, named_stages
@@ -46,7 +47,6 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
-from packgraph.train.executor import Executor
 from packgraph.train.features.recompute import AUTO, recomputed_stages
 from packgraph.train.run_files import writing
 from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
@@ -239,9 +239,14 @@ class TrainerOffloading:
 
 
 def make_offloading(
-    model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
+    model: ModelChunks,
+    config: TrainConfig,
+    copy_streams: Callable[[int], CopyStreams | None],
+    device: torch.device,
+    mesh: Mesh,
 ) -> TrainerOffloading | None:
-    """Attach runtimes to the chunks that `executor` runs; None where nothing is offloaded."""
+    """Attach runtimes to the chunks of a rank; None where nothing is offloaded. copy_streams: that
+    copy beside the graphs of a chunk, None where there are none."""
     options = config.offload
     if not options.modules:
         return None
@@ -256,7 +261,7 @@ def make_offloading(
         planner = Planner(options, rank, count, one_pool)
         runtime = OffloadRuntime(
             modules,
-            executor.copy_streams(number) or make_copy_streams(device),
+            copy_streams(number) or make_copy_streams(device),
             min_bytes=options.min_bytes,
             in_flight=options.in_flight,
             postpones=options.delay_until_replay and config.graph.enabled,

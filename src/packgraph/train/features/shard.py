@@ -12,8 +12,7 @@ from dataclasses import replace
 from packgraph.graphs.memory.budget import shown
 from packgraph.parallel.flat_buffers import SHARDS
 from packgraph.train.config.sections import AUTO, TrainConfig
-from packgraph.train.memory import Agree
-from packgraph.train.predicted_peak import SHARE, predicted_peak
+from packgraph.train.memory import SHARE, Agree, predicted_peak
 from packgraph.train.validate import validate
 
 

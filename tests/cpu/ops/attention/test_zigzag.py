@@ -18,7 +18,7 @@ from packgraph.ops.attention.zigzag import naive_prefixes, naive_rows, tables_of
 from packgraph.packing.bins import pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet, places
 from packgraph.packing.pack import PackReport, pack
-from packgraph.train.runners import sample_batch
+from packgraph.train.strategies import sample_batch
 
 
 @st.composite

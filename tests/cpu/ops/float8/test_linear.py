@@ -236,7 +236,8 @@ def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, precision, monke
     precisions."""
     by_tracing = partial(graph, compile="aot_eager")
     monkeypatch.setattr(
-        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+        "packgraph.train.strategies.graph",
+        lambda *given, compile, **rest: by_tracing(*given, **rest),
     )
     config = of(kind("chunk", 0.0, 5), num_layers=3, precision=precision)
     graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])

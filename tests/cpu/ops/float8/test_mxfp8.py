@@ -193,7 +193,8 @@ def test_it_trains_through_compiled_graphs_bit_by_bit(monkeypatch):
     """By torch's tracing compiler, as the other precisions."""
     by_tracing = partial(graph, compile="aot_eager")
     monkeypatch.setattr(
-        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+        "packgraph.train.strategies.graph",
+        lambda *given, compile, **rest: by_tracing(*given, **rest),
     )
     config = of(tiny_config("chunk", 0.0, 5), num_layers=3, bf16_ends=1)
     graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])

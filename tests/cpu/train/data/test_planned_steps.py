@@ -19,7 +19,7 @@ from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
 from packgraph.train.features.context import context_request, rank_tokens, with_context_buckets
-from packgraph.train.step import MicrobatchAssignment, groups_of, take_step
+from packgraph.train.feed import MicrobatchAssignment, groups_of, take_step
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import SwitchingSteps
 
