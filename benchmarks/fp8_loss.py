@@ -41,9 +41,8 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
-from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.presets import qwen3_0_6b, qwen3_tiny
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import EvalConfig, TrainConfig
 from packgraph.train.data import Microbatches
 from packgraph.train.feed import count_loss_tokens, take_step
 from packgraph.train.launch import prepare

@@ -39,11 +39,11 @@ from packgraph.models.config import DecoderConfig
 from packgraph.ops.symmetric_memory import most_symmetric_bytes
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.processes import Launch
-from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import (
     DataConfig,
     GraphConfig,
+    LoraConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,

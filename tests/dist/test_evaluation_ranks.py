@@ -21,8 +21,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces, collect
 from packgraph.train.checkpoint.writer import best_checkpoint
-from packgraph.train.config.evaluation import EvalConfig
-from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.config.sections import EvalConfig, ParallelConfig
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.signals import StopRequest
 

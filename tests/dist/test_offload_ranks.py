@@ -23,9 +23,8 @@ from packgraph.offloading.attach import OffloadedLayer
 from packgraph.offloading.group import GroupMemory
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
-from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.config.sections import LoraConfig, OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate

@@ -10,7 +10,7 @@ import torch
 from evalkit import config, documents, learned, made, rows
 from trainkit import equal, state_of
 
-from packgraph.train.config.evaluation import EvalConfig
+from packgraph.train.config.sections import EvalConfig
 from packgraph.train.signals import StopRequest
 
 pytestmark = [

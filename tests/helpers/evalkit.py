@@ -16,8 +16,7 @@ from trainkit import CPU, tiny
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.config.evaluation import EvalConfig
-from packgraph.train.config.sections import DataConfig, ParallelConfig, TrainConfig
+from packgraph.train.config.sections import DataConfig, EvalConfig, ParallelConfig, TrainConfig
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.data.held_out import split
 from packgraph.train.launch import prepare

@@ -15,8 +15,7 @@ from trainkit import CPU, RandomPacks, tiny
 from packgraph.parallel.mesh import Mesh, make_mesh
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
-from packgraph.train.config.fine_tuning import LoraConfig
-from packgraph.train.config.sections import ParallelConfig, TrainConfig
+from packgraph.train.config.sections import LoraConfig, ParallelConfig, TrainConfig
 from packgraph.train.feed import MicrobatchAssignment, count_loss_tokens
 
 LAYERS = 3  # an odd number: both buffers are used by layers that follow each other across a step

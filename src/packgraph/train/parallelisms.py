@@ -20,6 +20,7 @@ from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.parallelism import Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 from packgraph.train.features.context import (
     context_problems_of_run,
     places_multiple,
@@ -211,7 +212,7 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
         problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = (
             bool(lone)
         )
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(problems)
 
 
 def _expert_problems(config: TrainConfig) -> list[str]:
@@ -239,22 +240,23 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         if graph.scope is not None
         else []
     )
-    problems = {
-        f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
-        f"{experts.count}": experts.count % parallel.ep > 0,
-        "parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, "
-        f"so {', '.join(named)} "
-        "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
-        and waits
-        and bool(named),
-        "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer of "
-        "experts; leave parallel.expert_stash out": parallel.expert_stash_resident
-        and config.model.count("moe") == 1,
-        "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
-        "dispatcher = padded, or "
-        "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
-    }
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(
+        {
+            f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
+            f"{experts.count}": experts.count % parallel.ep > 0,
+            "parallel.dispatcher = host_splits makes the host wait for the sizes of what is "
+            f"routed, so {', '.join(named)} "
+            "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
+            and waits
+            and bool(named),
+            "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer "
+            "of experts; leave parallel.expert_stash out": parallel.expert_stash_resident
+            and config.model.count("moe") == 1,
+            "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
+            "dispatcher = padded, or "
+            "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
+        }
+    )
 
 
 def _row_problems(config: TrainConfig) -> list[str]:

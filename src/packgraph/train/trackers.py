@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from packgraph.train.config.values import flat
 from packgraph.train.run_files import RunFileError, read_json, write_json, writing
 
 BOARD = "tensorboard"  # folder of its events
@@ -107,7 +108,7 @@ class MLflow:
             return
         made = self._client.create_run(experiment, tags={"packgraph": name}, run_name=folder.name)
         self._run = made.info.run_id
-        for key, value in _flat(config).items():
+        for key, value in flat(config).items():
             self._client.log_param(self._run, key, value)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -221,14 +222,3 @@ def _tag(name: str) -> str:
     """Name of a number in trackers: train/loss, eval/loss, eval/loss/SOURCE."""
     kind, underscore, rest = name.partition("_")
     return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -3,6 +3,7 @@
 from packgraph.graphs.stages import scope_errors
 from packgraph.models.decoder import named_stages
 from packgraph.train.config.sections import AUTO, TrainConfig
+from packgraph.train.config.values import true_of
 from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
@@ -81,7 +82,7 @@ def validate(
         problems[
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
         ] = size < vocabulary
-    found = [text for text, wrong in problems.items() if wrong]
+    found = true_of(problems)
     found += problems_of_recompute(config) + problems_of_precision(config, device_type)
     found += live_problems(config) + lora_problems(config)
     found += [] if config.hf.path is not None else offload_problems(config)
@@ -101,18 +102,20 @@ def _rule_problems(config: TrainConfig, world: int) -> list[str]:
     layout, name = config.parallel.layout(), config.optimizer.name
     copies = max(1, world // (layout.pp * layout.tp))
     muon = name == "muon"
-    problems = {
-        f"optimizer.name = muon cannot serve {copies} ranks that share the update of one matrix "
-        "(parallel.dp x cp): Muon needs whole matrices, and each of them updates a part; use "
-        "adamw": muon and copies > 1,
-        f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank has "
-        "some rows or columns of a matrix; use adamw or adamw8bit": name in ("muon", "adafactor")
-        and layout.tp > 1,
-        "optimizer.name = muon is not there yet for models of transformers and adapters "
-        "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
-        "adamw": muon and (config.hf.path is not None or config.lora.enabled),
-    }
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(
+        {
+            f"optimizer.name = muon cannot serve {copies} ranks that share the update of one "
+            "matrix (parallel.dp x cp): Muon needs whole matrices, and each of them updates a "
+            "part; use adamw": muon and copies > 1,
+            f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank "
+            "has some rows or columns of a matrix; use adamw or adamw8bit": name
+            in ("muon", "adafactor")
+            and layout.tp > 1,
+            "optimizer.name = muon is not there yet for models of transformers and adapters "
+            "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
+            "adamw": muon and (config.hf.path is not None or config.lora.enabled),
+        }
+    )
 
 
 def _host_state_problems(config: TrainConfig) -> list[str]:
@@ -121,14 +124,15 @@ def _host_state_problems(config: TrainConfig) -> list[str]:
     if not config.optimizer.offload:
         alone = f"optimizer.resident = {resident} is of a state on the host: say optimizer.offload"
         return [f"{alone}, too, or leave it out"] if resident != AUTO else []
-    problems = {
-        f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's float32 "
-        "state can be updated piece by piece; leave one of them out": name != "adamw",
-        "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs its "
-        "state on the device; leave one of them out": config.graph.enabled
-        and config.graph.optimizer,
-    }
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(
+        {
+            f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's "
+            "float32 state can be updated piece by piece; leave one of them out": name != "adamw",
+            "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs "
+            "its state on the device; leave one of them out": config.graph.enabled
+            and config.graph.optimizer,
+        }
+    )
 
 
 def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
@@ -145,12 +149,13 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
     }
     others = [name for name, asked in untested.items() if asked]
     moved = others + (["offload.modules"] if config.offload.modules else [])
-    problems = {
-        f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts "
-        "until the update": granularity != "step",
-        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
-        f"{' and '.join(moved)}: leave one of them out": parallel.pp > 1 and bool(moved),
-        f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
-        f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
-    }
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(
+        {
+            f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph "
+            "lasts until the update": granularity != "step",
+            f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
+            f"{' and '.join(moved)}: leave one of them out": parallel.pp > 1 and bool(moved),
+            f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
+            f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
+        }
+    )

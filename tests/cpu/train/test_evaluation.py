@@ -21,7 +21,7 @@ from trainkit import StopAfter, equal, state_of
 
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import best_checkpoint, checkpoints_by_step, load_state
-from packgraph.train.config.evaluation import EvalConfig
+from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import DataError, open_documents
 from packgraph.train.data.held_out import is_held_out, split
 from packgraph.train.data.order import SourcePart

@@ -22,9 +22,8 @@ from packgraph.parallel.processes import Launch
 from packgraph.train.autotune import EAGER, FASTER, Autotune, Choice
 from packgraph.train.checkpoint.reader import tensor_entries
 from packgraph.train.checkpoint.writer import best_checkpoint, latest_checkpoint, load_tensors
-from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.presets import preset
-from packgraph.train.config.sections import DataConfig
+from packgraph.train.config.sections import DataConfig, EvalConfig
 from packgraph.train.data import DataError
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.launch import closing_lines, next_commands, prepare

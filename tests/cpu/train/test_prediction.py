@@ -22,8 +22,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.fine_tuning import HfConfig
-from packgraph.train.config.sections import LoraConfig, OffloadConfig, ParallelConfig
+from packgraph.train.config.sections import HfConfig, LoraConfig, OffloadConfig, ParallelConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.moe import share
 from packgraph.train.memory import need_of

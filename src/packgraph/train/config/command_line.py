@@ -26,6 +26,7 @@ from packgraph.train.config.values import (
     choices_of,
     convert,
     describe,
+    flat,
     is_section,
     render,
     resolved_types,
@@ -211,15 +212,12 @@ def _take_value(leaf: Leaf | None, waiting: list[str], several: bool) -> str | N
     """
     if leaf is not None and leaf.bare is not None:
         return waiting.pop(0) if waiting and _fits(waiting[0], leaf) else leaf.bare
-    many = several and leaf is not None and _is_many(leaf.kind)
+    kinds = () if leaf is None else (leaf.kind, *get_args(leaf.kind))
+    many = several and any(get_origin(kind) is tuple for kind in kinds)
     taken: list[str] = []
     while waiting and not waiting[0].startswith("--") and (many or not taken):
         taken.append(waiting.pop(0))
     return ",".join(taken) if taken else None
-
-
-def _is_many(kind: Any) -> bool:
-    return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
 def _fits(word: str, leaf: Leaf) -> bool:
@@ -243,15 +241,9 @@ def _put(values: dict[str, Any], path: str, value: str) -> None:
     values[last] = value
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
+def dotted(values: Mapping[str, Any]) -> frozenset[str]:
     """The dotted paths of all leaves of a layer's values."""
-    return frozenset(
-        path
-        for key, value in values.items()
-        for path in (
-            dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else (prefix + key,)
-        )
-    )
+    return frozenset(flat(values))
 
 
 def options_help(base: Any, only: Collection[str] | None = None) -> str:
@@ -338,8 +330,12 @@ def completion_script(
     """
     if shell == "fish":
         return "\n".join(_fish(options, arguments)) + "\n"
+    named = {
+        name: " ".join(leaf.option for leaf in leaves if not leaf.positional)
+        for name, leaves in options.items()
+    }
     commands = [
-        f'        "{name}") options="{" ".join(_names(options.get(name, ())))}"; '
+        f'        "{name}") options="{named.get(name, "")}"; '
         f'arguments="{" ".join(arguments.get(name, ()))}" ;;'
         for name in sorted({*options, *arguments})
     ]
@@ -355,10 +351,6 @@ def completion_script(
     )
     # compinit looks for #compdef in the first line alone.
     return head + script.replace(head, "", 1) if head else script
-
-
-def _names(leaves: Sequence[Leaf]) -> list[str]:
-    return [leaf.option for leaf in leaves if not leaf.positional]
 
 
 def _fish(

@@ -26,6 +26,7 @@ from packgraph.train.config.values import (
     SHOWN,
     ValueProblem,
     convert,
+    flat,
     is_section,
     path_problem,
     plain,
@@ -142,9 +143,10 @@ def _collect(
             if isinstance(value, Mapping):
                 _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
             else:
+                one = next((key for key in known if key.startswith(path + ".")), path)
                 problems.append(
                     f"{layer.place(path)}: this is a section; set one of its keys, such as "
-                    f"{layer.place(_first_key(path, known))}"
+                    f"{layer.place(one)}"
                 )
         else:
             try:
@@ -162,10 +164,6 @@ def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
     if value != silent:
         warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
     return []
-
-
-def _first_key(section: str, known: Sequence[str]) -> str:
-    return next((path for path in known if path.startswith(section + ".")), section)
 
 
 def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
@@ -239,18 +237,14 @@ def to_dict(section: Any) -> dict[str, Any]:
     }
 
 
-def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted paths at which two `to_dict` trees differ → (old value, new value)."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(set(old) | set(new)):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found.update(differences(before, after, f"{prefix}{key}."))
-        elif before != after:
-            found[prefix + key] = (before, after)
-    return found
+    before, after = flat(old), flat(new)
+    return {
+        name: (before.get(name), after.get(name))
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    }
 
 
 def load_file(path: Path) -> ConfigLayer:
@@ -262,10 +256,9 @@ def load_file(path: Path) -> ConfigLayer:
     named = str(path) if len(path.name) <= LONGEST_NAME else shown(str(path))
     if path.suffix not in (".toml", ".json"):
         raise ConfigError([f"{named}: a config file ends in .toml or .json"])
-    kind = path.suffix[1:].upper()
-    problem = path_problem(str(path))
+    kind, problem = path.suffix[1:].upper(), path_problem(str(path))
     if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ConfigError([f"{path}: cannot be read: it is no file"])
+        problem = "it is no file"
     if problem is not None:
         raise ConfigError([f"{named}: cannot be read: {problem}"])
     try:
@@ -273,12 +266,9 @@ def load_file(path: Path) -> ConfigLayer:
         values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    except RecursionError as error:
-        raise ConfigError([f"{path}: not valid {kind}: nested too deeply"]) from error
-    except (
-        ValueError
-    ) as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
-        raise ConfigError([f"{path}: not valid {kind}: {error}"]) from error
+    except (ValueError, RecursionError) as error:  # also TOMLDecodeError, JSONDecodeError
+        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError([f"{path}: not valid {kind}: {what}"]) from error
     if not isinstance(values, dict):
         raise ConfigError(
             [f"{path}: the top level must be an object with the sections of the configuration"]

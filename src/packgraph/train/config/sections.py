@@ -18,9 +18,7 @@ from packgraph.offloading.search import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flat_buffers import Shard
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.train.config.evaluation import EvalConfig
-from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
-from packgraph.train.config.values import path_problem, shown
+from packgraph.train.config.values import path_problem, shown, true_of
 from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -29,8 +27,7 @@ AUTO, NONE = "auto", "none"
 
 def _refuse(problems: dict[str, bool]) -> None:
     """Raise one ValueError with all texts whose condition is true."""
-    found = [text for text, wrong in problems.items() if wrong]
-    if found:
+    if found := true_of(problems):
         raise ValueError("; ".join(found))
 
 
@@ -496,15 +493,12 @@ class BucketConfig:
     documents: int = 20_000
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, got {getattr(self, name)}"
+        problems = {
+            f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
             for name in ("max_tokens", "max_count", "documents")
-            if getattr(self, name) < 1
-        ]
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            problems.append(f"memory_gib must be positive, got {self.memory_gib}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        }
+        room = self.memory_gib
+        _refuse(problems | {f"memory_gib must be positive, got {room}": (room or 1) <= 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,10 +543,13 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self.knobs()
         self.budget_bytes()
-        if self.lost is not None and not 0 <= self.lost < 1:
-            raise ValueError(f"lost must be a share of the time, 0 to 1, got {self.lost}")
-        if self.lost is not None and self.budget is not None:
-            raise ValueError("budget and lost are two ways to say how much moves: give one of them")
+        lost = self.lost
+        problems = {
+            f"lost must be a share of the time, 0 to 1, got {lost}": not 0 <= (lost or 0) < 1,
+            "budget and lost are two ways to say how much moves: give one of them": lost is not None
+            and self.budget is not None,
+        }
+        _refuse(problems)
 
     def budget_bytes(self) -> int | None:
         """The budget in bytes. Raises ValueError when its text is none, or a share of a memory of
@@ -630,44 +627,38 @@ class DataConfig:
     worker_timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be at least 1, got {value}"
-            for name, value in (
-                ("window", self.window),
-                ("epochs", self.epochs),
-                ("max_documents_loaded", self.max_documents_loaded),
-            )
-            if value is not None and value < 1
-        ]
-        if self.seed < 0:
-            problems.append(f"seed must not be negative, got {self.seed}")
-        if self.prefetch < 0:
-            problems.append(f"prefetch must not be negative, got {self.prefetch}")
-        if not 1 <= self.worker_timeout < math.inf:
-            problems.append(f"worker_timeout must be at least 1 second, got {self.worker_timeout}")
-        if not 0 <= self.workers <= MOST_WORKERS:
-            problems.append(f"workers must be 0 to {MOST_WORKERS:,}, got {self.workers}")
-        if self.workers and self.source == "shards":
-            problems.append(
-                f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it out"
-            )
-        problems += self._mixture_problems()
-        if self.source in NEEDS_PATH and not self.path and not self.mixture:
-            problems.append(f"source = {self.source} needs a path, the file or folder to read")
-        if self.source not in NEEDS_PATH and self.path:
-            problems.append(
-                f"path is set ({self.path}), but source = {self.source} reads none; set source to "
-                "one of "
-                f"{', '.join(NEEDS_PATH)}"
-            )
-        for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer)):
-            problem = path_problem(path)
-            if problem:
-                problems.append(
-                    f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}"
-                )
-        if problems:
-            raise ValueError("; ".join(problems))
+        least = {
+            "window": self.window,
+            "epochs": self.epochs,
+            "max_documents_loaded": self.max_documents_loaded,
+        }
+        problems = {
+            f"{name} must be at least 1, got {value}": value is not None and value < 1
+            for name, value in least.items()
+        }
+        reads, seconds = self.source in NEEDS_PATH, self.worker_timeout
+        problems |= {
+            f"seed must not be negative, got {self.seed}": self.seed < 0,
+            f"prefetch must not be negative, got {self.prefetch}": self.prefetch < 0,
+            f"worker_timeout must be at least 1 second, got {seconds}": not 1 <= seconds < math.inf,
+            f"workers must be 0 to {MOST_WORKERS:,}, got {self.workers}": not 0
+            <= self.workers
+            <= MOST_WORKERS,
+            f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it "
+            "out": self.workers != 0 and self.source == "shards",
+            **self._mixture_problems(),
+            f"source = {self.source} needs a path, the file or folder to read": reads
+            and not self.path
+            and not self.mixture,
+            f"path is set ({self.path}), but source = {self.source} reads none; set source to one "
+            f"of {', '.join(NEEDS_PATH)}": not reads and bool(self.path),
+        }
+        problems |= {
+            f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}": True
+            for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer))
+            if (problem := path_problem(path))
+        }
+        _refuse(problems)
 
     def weights(self) -> dict[str, float]:
         """Weight of each folder of the mixture. Raises ValueError for a text that has none."""
@@ -687,9 +678,9 @@ class DataConfig:
             found[folder] = number
         return found
 
-    def _mixture_problems(self) -> list[str]:
+    def _mixture_problems(self) -> dict[str, bool]:
         if not self.mixture:
-            return []
+            return {}
         problems = {
             f"mixture is of folders of shards, but source = {self.source}": self.source != "shards",
             f"path ({self.path}) and mixture exclude each other": bool(self.path),
@@ -698,12 +689,110 @@ class DataConfig:
             "max_documents_loaded is of one folder, not of a mixture": self.max_documents_loaded
             is not None,
         }
-        found = [text for text, wrong in problems.items() if wrong]
         try:
             self.weights()
         except ValueError as error:
-            found.append(str(error))
-        return found
+            problems[str(error)] = True
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluations between the steps of a run, on documents that it does not train on.
+
+    every: steps between two evaluations; 0 = none.
+    path: files or folders with documents to evaluate on, separated by commas, each with a loss of
+        its own; folders of shards, .jsonl and .parquet are known, others are read as data.source
+        says, or as text.
+    share: share of the training documents that is held out, to be evaluated on and never trained
+        on; the same ones whatever the seed, the order and the ranks.
+    tokens: of each path, or of each part of a mixture, documents are taken until they have so many
+        tokens; 0 = all.
+    patience: evaluations in a row without a lower loss after which the run ends; 0 = it never does.
+    """
+
+    every: int = 0
+    path: tuple[str, ...] = ()
+    share: float = 0.0
+    tokens: int = 0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        problems = {
+            f"{name} must not be negative, got {getattr(self, name)}": getattr(self, name) < 0
+            for name in ("every", "tokens", "patience")
+        }
+        problems |= {
+            f"share must lie in [0, 1), got {self.share}": not 0 <= self.share < 1,
+            "path and share are two ways to say what is evaluated on: give one of them": bool(
+                self.path and self.share
+            ),
+            f"every = {self.every} needs documents to evaluate on: give a path, or a share of the "
+            "training documents": self.every > 0 and not self.path and not self.share,
+            "path, tokens and patience are of evaluations, so they need every": self.every == 0
+            and bool(self.path or self.tokens or self.patience),
+            "path names one file or folder twice": len(set(self.path)) < len(self.path),
+        }
+        problems |= {
+            f"path cannot be that of a file or folder, got {shown(path)}: {problem}": True
+            for path in self.path
+            if (problem := path_problem(path))
+        }
+        _refuse(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfConfig:
+    """A model of transformers, trained as it is: `packgraph train hf:PATH`.
+
+    path: folder with config.json and safetensors of a model of transformers, which is trained by
+        its own code; none = a model of packgraph.
+    random: start from random values and read config.json alone; else weights must be there.
+    """
+
+    path: str | None = None
+    random: bool = False
+
+    def __post_init__(self) -> None:
+        problem, path = path_problem(self.path or ""), self.path
+        problems = {
+            f"path cannot be the path of a folder, got {shown(path)}: {problem}": bool(problem),
+            "path must name a folder with a config.json; . is the current one": path == "",
+            "random is of a model of transformers, so it needs a path": self.random and not path,
+        }
+        _refuse(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters of low rank, which are trained and stored instead of all weights (package peft).
+
+    rank: of the adapters; 0 = there are none, and all weights are trained.
+    alpha: adapters are scaled by alpha / rank; none = twice the rank.
+    targets: last names of the linear layers that get adapters, such as q_proj,v_proj; none = all
+        linear layers but the head.
+    dora: train the length of each row of the weights apart from its direction (DoRA).
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        problems = {
+            f"rank must not be negative, got {self.rank}": self.rank < 0,
+            f"alpha must be positive, got {self.alpha}": self.alpha is not None and self.alpha <= 0,
+            "targets must name at least one layer; none = all": self.targets == (),
+            "alpha, targets and dora are of adapters, so they need a rank": self.rank == 0
+            and (self.alpha is not None or self.targets is not None or self.dora),
+        }
+        _refuse(problems)
+
+    @property
+    def enabled(self) -> bool:
+        """True if adapters are trained instead of all weights."""
+        return self.rank > 0
 
 
 @dataclass(frozen=True, kw_only=True)

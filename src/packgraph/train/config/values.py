@@ -13,7 +13,7 @@ import math
 import os
 import types
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -25,17 +25,28 @@ FALSE_WORDS = ("false", "no", "off", "0")
 NONE_WORDS = ("none", "off", "null")
 SHOWN = 80  # characters of a wrong value that a problem quotes
 LIMIT = 2**63  # whole numbers are below it: seeds and counts are 64-bit integers of torch and NumPy
-LONGEST_NAME, LONGEST_PATH = (
-    255,
-    3800,
-)  # bytes; a path leaves room for the names below it (PATH_MAX is 4,096)
-
+# Bytes; a path leaves room for the names below it (PATH_MAX is 4,096).
+LONGEST_NAME, LONGEST_PATH = 255, 3800
 
 Count = Annotated[int, 1]
 
 
 class ValueProblem(ValueError):
     """A value that does not fit its type; the message says what was expected and what was found."""
+
+
+def true_of(problems: Mapping[str, bool]) -> list[str]:
+    """The texts whose condition is true."""
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping)
+        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found
 
 
 def shown(value: Any) -> str:
@@ -61,31 +72,24 @@ def printable(text: str) -> str:
 def text_problem(text: str) -> str | None:
     """Reason why `text` cannot be a name, path or word in files and terminals, or None."""
     for place, letter in enumerate(text):
-        if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
-            what = (
-                "is not valid Unicode"
-                if unicodedata.category(letter) == "Cs"
-                else "is a control character"
-            )
+        kind = unicodedata.category(letter)
+        if kind in ("Cc", "Cs", "Zl", "Zp"):
+            what = "is not valid Unicode" if kind == "Cs" else "is a control character"
             return f"{letter!r} at character {place} {what}"
     return None
 
 
 def path_problem(path: str) -> str | None:
     """Reason why no file or folder can have this path, or None."""
-    problem = text_problem(path)
-    if problem is None and len(os.fsencode(path)) > LONGEST_PATH:
-        problem = (
-            f"it has {len(os.fsencode(path)):,} bytes, more than the {LONGEST_PATH:,} that a path "
-            "may have here"
-        )
-    longest = max(path.split("/"), key=len) if problem is None else ""
-    if len(os.fsencode(longest)) > LONGEST_NAME:
-        problem = (
-            f"a name in it has {len(os.fsencode(longest)):,} bytes, more than the {LONGEST_NAME} "
-            "of a file system"
-        )
-    return problem
+    if problem := text_problem(path):
+        return problem
+    size = len(os.fsencode(path))
+    if size > LONGEST_PATH:
+        return f"it has {size:,} bytes, more than the {LONGEST_PATH:,} that a path may have here"
+    longest = max(len(os.fsencode(name)) for name in path.split("/"))
+    if longest > LONGEST_NAME:
+        return f"a name in it has {longest:,} bytes, more than the {LONGEST_NAME} of a file system"
+    return None
 
 
 def resolved_types(section: type) -> dict[str, Any]:
@@ -127,31 +131,22 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
     """`value` as `expected`. Text (`from_text`) is parsed; values of a file are checked. Raises
     ValueProblem."""
     origin = get_origin(expected)
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, expected, from_text)
-    if origin is Literal:
-        return _convert_literal(value, expected, from_text)
-    if origin is tuple:
-        return _convert_tuple(value, expected, from_text)
-    if origin is Annotated:
-        return _convert_annotated(value, expected, from_text)
-    if expected is Capacity:
-        return _convert_capacity(value)
+    for kind, special in CONVERT.items():
+        if kind in (origin, expected):
+            return special(value, expected, from_text)
     if expected is Path and isinstance(value, str | Path):
-        problem = path_problem(str(value))
-        if problem is not None:
+        if problem := path_problem(str(value)):
             raise ValueProblem(f"expected a path, got {shown(str(value))}: {problem}")
         return Path(value)
-    if expected is bool:
-        return _convert_bool(value, from_text)
-    if expected in (int, float):
-        return _convert_number(value, expected, from_text)
     if expected is str and isinstance(value, str):
-        problem = text_problem(value)
-        if problem is not None:
+        if problem := text_problem(value):
             raise ValueProblem(f"expected text, got {shown(value)}: {problem}")
         return value
-    raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+    raise _unlike(expected, value)
+
+
+def _unlike(expected: Any, value: Any) -> ValueProblem:
+    return ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
 
 
 def _convert_union(value: Any, expected: Any, from_text: bool) -> Any:
@@ -186,7 +181,7 @@ def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:
             else (choice == value and type(choice) is type(value))
         ):
             return choice
-    raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+    raise _unlike(expected, value)
 
 
 def _convert_annotated(value: Any, expected: Any, from_text: bool) -> Any:
@@ -195,7 +190,7 @@ def _convert_annotated(value: Any, expected: Any, from_text: bool) -> Any:
         return _convert_literal(value, Literal[rule], from_text)
     found = convert(value, kind, from_text=from_text)
     if found < rule:
-        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+        raise _unlike(expected, value)
     return found
 
 
@@ -223,17 +218,15 @@ def _convert_tuple(value: Any, expected: Any, from_text: bool) -> tuple[Any, ...
     elif isinstance(value, (list, tuple)):
         items = value
     else:
-        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        wanted: Sequence[Any] = [arguments[0]] * len(items)
-    else:
-        wanted = arguments
+        raise _unlike(expected, value)
+    several = len(arguments) == 2 and arguments[1] is Ellipsis
+    wanted: Sequence[Any] = [arguments[0]] * len(items) if several else arguments
     if len(items) != len(wanted):
         raise ValueProblem(f"expected {len(wanted)} values, got {len(items)}: {shown(value)}")
     return tuple(convert(item, kind, from_text=from_text) for item, kind in zip(items, wanted))
 
 
-def _convert_capacity(value: Any) -> Capacity:
+def _convert_capacity(value: Any, expected: Any, from_text: bool) -> Capacity:
     try:
         if isinstance(value, Capacity):
             return value
@@ -245,20 +238,18 @@ def _convert_capacity(value: Any) -> Capacity:
             return Capacity(**value)
     except (ValueError, TypeError) as error:
         if isinstance(value, str) and not all(part.isdigit() for part in value.lower().split("x")):
-            raise ValueProblem(f"expected {describe(Capacity)}, got {shown(value)}") from error
+            raise _unlike(Capacity, value) from error
         raise ValueProblem(f"not a capacity: {shown(value)}: {error}") from error
-    raise ValueProblem(f"expected {describe(Capacity)}, got {shown(value)}")
+    raise _unlike(Capacity, value)
 
 
-def _convert_bool(value: Any, from_text: bool) -> bool:
+def _convert_bool(value: Any, expected: Any, from_text: bool) -> bool:
     if isinstance(value, bool):
         return value
-    if from_text and isinstance(value, str):
-        if value.lower() in TRUE_WORDS:
-            return True
-        if value.lower() in FALSE_WORDS:
-            return False
-    raise ValueProblem(f"expected true or false, got {shown(value)}")
+    word = value.lower() if from_text and isinstance(value, str) else None
+    if word in TRUE_WORDS + FALSE_WORDS:
+        return word in TRUE_WORDS
+    raise _unlike(expected, value)
 
 
 def _convert_number(value: Any, expected: type, from_text: bool) -> int | float:
@@ -266,15 +257,28 @@ def _convert_number(value: Any, expected: type, from_text: bool) -> int | float:
         try:
             value = int(value.replace("_", "")) if expected is int else float(value)
         except ValueError:
-            raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}") from None
+            raise _unlike(expected, value) from None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (expected is int and not isinstance(value, int)):
-        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+        raise _unlike(expected, value)
     if isinstance(value, int) and abs(value) >= LIMIT:
         raise ValueProblem(f"expected a whole number below 2^63, got {shown(value)}")
     if not math.isfinite(value):
         raise ValueProblem(f"expected a finite number, got {shown(value)}")
     return expected(value)
+
+
+CONVERT: dict[Any, Callable[[Any, Any, bool], Any]] = {
+    Union: _convert_union,
+    types.UnionType: _convert_union,
+    Literal: _convert_literal,
+    tuple: _convert_tuple,
+    Annotated: _convert_annotated,
+    Capacity: _convert_capacity,
+    bool: _convert_bool,
+    int: _convert_number,
+    float: _convert_number,
+}
 
 
 def describe(expected: Any) -> str:

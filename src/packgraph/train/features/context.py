@@ -61,6 +61,7 @@ from packgraph.parallel.context.request import (
 from packgraph.parallel.context.rows import context_choice
 from packgraph.parallel.mesh import Mesh, context_sizes
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.random_state import random_states, set_random_states
 
@@ -242,7 +243,7 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
             f"parallel.min_cp = {parallel.min_cp} bounds groups that change; it goes with "
             "parallel.dynamic_cp = true": parallel.min_cp > 1,
         }
-        return [text for text, wrong in fixed.items() if wrong]
+        return true_of(fixed)
     sizes = ", ".join(map(str, context_sizes(parallel.cp)))
     problems = {
         f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may share a "
@@ -275,7 +276,7 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
         "longest document "
         "of their own; leave it out"
     ] = any(capacity.bound != capacity.tokens for capacity in known)
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(problems)
 
 
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries

@@ -37,6 +37,7 @@ from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
 from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 MOST_NAMED = 5  # tensors in one message
@@ -215,7 +216,7 @@ def live_problems(config: TrainConfig) -> list[str]:
         "that of its config.json": value != here[field]
         for field, value in shape.sizes.items()
     }
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(problems)
 
 
 def build_live(

@@ -27,6 +27,7 @@ from packgraph.parallel.processes import from_all
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 from packgraph.train.features.live import live_shape
 
 NAME = "default"  # of the adapter, within the names of its parameters
@@ -66,7 +67,7 @@ def lora_problems(config: TrainConfig) -> list[str]:
         f"lora.targets: no linear layer is called {', '.join(missing)}; there are "
         f"{', '.join(sorted(known))}"
     ] = bool(missing)
-    return [text for text, wrong in problems.items() if wrong]
+    return true_of(problems)
 
 
 def _is_installed() -> bool:

@@ -35,6 +35,7 @@ from packgraph.models.recompute import (
     recompute_problems,
 )
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 
 AUTO = "auto"
 LIVE_LAYERS = (
@@ -73,7 +74,7 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
         "auto is not there yet with graph.granularity = step, whose graphs are captured as steps "
         "come: choose none, selective or full": what == AUTO and graph.granularity == "step",
     }
-    found += [text for text, wrong in problems.items() if wrong]
+    found += true_of(problems)
     return [f"run.recompute = {what}: {problem}" for problem in found]
 
 

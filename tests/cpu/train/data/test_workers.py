@@ -25,7 +25,7 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import context_sizes
-from packgraph.train.config.evaluation import EvalConfig
+from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import (
     DataConfig,
     DataError,
