@@ -182,27 +182,21 @@ class Autotune:
             if choice.way == EAGER:
                 self._graphs.free_graphs(bucket if isinstance(bucket, Capacity) else None)
 
-    @contextlib.contextmanager
-    def microbatch(self, batch: PackedBatch) -> Iterator[None]:
+    def microbatch(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
         """Around the forward and backward of a microbatch: runs it the way of its bucket, or of the
         step's turn."""
-        with self._run(batch.capacity, 1.0):
-            yield
+        return self._run(batch.capacity, 1.0)
 
-    @contextlib.contextmanager
-    def step(self, batches: Sequence[PackedBatch]) -> Iterator[None]:
+    def step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
         """Around a whole step of this rank, `batches` being its share: as `microbatch`, in time per
         1,000 places.
 
         Steps have different numbers of microbatches, so they are compared by their places, padding
         included.
         """
-        if self._buckets_of(batches):
-            with self._run(WHOLE_STEP, sum(batch.capacity.tokens for batch in batches) / 1000):
-                yield
-        else:
-            with _eagerly(self._reason(WHOLE_STEP)):
-                yield
+        if not self._buckets_of(batches):
+            return _eagerly(self._reason(WHOLE_STEP))
+        return self._run(WHOLE_STEP, sum(batch.capacity.tokens for batch in batches) / 1000)
 
     def chosen(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
         """Around a forward alone, such as of an evaluation: what has no graphs any more runs
@@ -218,7 +212,7 @@ class Autotune:
         """
         return {
             "autotune": f"off: {self.off}" if self.off else self._unit,
-            "choices": {_name(bucket): self._described(bucket) for bucket in self._buckets},
+            "choices": {render(bucket): self._described(bucket) for bucket in self._buckets},
         }
 
     @property
@@ -282,14 +276,13 @@ class Autotune:
     def _missing(self, bucket: Bucket) -> tuple[int, int]:
         """Numbers of missing timings of eager and of replay: some replica needs all, and every
         replica enough to have a vote."""
-        missing = []
-        for way in (EAGER, REPLAY):
-            counts = [
-                self._turns[replica, bucket, way] for replica in range(self._sharing.replicas)
-            ]
+
+        def of(way: Way) -> int:
+            counts = [self._turns[number, bucket, way] for number in range(self._sharing.replicas)]
             lacking = max(0, SAMPLES - max(counts), FEWEST_SAMPLES - min(counts))
-            missing.append(0 if max(counts) >= MOST_SAMPLES else lacking)
-        return missing[0], missing[1]
+            return 0 if max(counts) >= MOST_SAMPLES else lacking
+
+        return of(EAGER), of(REPLAY)
 
     def _next_way(self, buckets: set[Bucket]) -> Way | None:
         """Way to run a step of these buckets: the one that lacks more timings, in turn on a tie;
@@ -310,8 +303,8 @@ class Autotune:
 
     def _counts(self, bucket: Bucket) -> tuple[int, int]:
         """Samples of eager and of replay on this rank."""
-        of_eager, of_replay = (self._samples.get((bucket, way), ()) for way in (EAGER, REPLAY))
-        return len(of_eager), len(of_replay)
+        samples = self._samples
+        return len(samples.get((bucket, EAGER), ())), len(samples.get((bucket, REPLAY), ()))
 
     def _read_laps(self) -> None:
         if self._way is None:
@@ -340,18 +333,18 @@ class Autotune:
             choice = self.choices[bucket] = replace(choice, samples=(of_eager, of_replay))
             if math.isnan(choice.eager):
                 note(
-                    f"{_name(bucket)}: could not be timed against eager: it was captured again or "
+                    f"{render(bucket)}: could not be timed against eager: it was captured again or "
                     "fell back each time"
                 )
             if choice.way == EAGER:
                 self._graphs.free_graphs(bucket if isinstance(bucket, Capacity) else None)
                 note(
-                    f"{_name(bucket)}: runs eagerly from here on, which is faster: "
+                    f"{render(bucket)}: runs eagerly from here on, which is faster: "
                     f"{choice.eager:.3g} ms, by "
                     f"graphs {choice.replay:.3g} ms ({self._unit}, medians)"
                 )
         self._graphs.tell_choices(
-            {_name(bucket): self._described(bucket) for bucket in self.choices}
+            {render(bucket): self._described(bucket) for bucket in self.choices}
         )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of the memory of eager steps
@@ -384,7 +377,3 @@ class Autotune:
 
 def _eagerly(reason: str | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if reason is None else eager(reason)
-
-
-def _name(bucket: Bucket) -> str:
-    return render(bucket)

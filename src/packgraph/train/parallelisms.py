@@ -50,14 +50,11 @@ class PipelineParallelism(Parallelism):
         if config.parallel.pp > 1:
             return _pipeline_problems(config)
         chunks = config.parallel.chunks
-        return (
-            [
-                f"parallel.chunks = {chunks} needs parallel.pp of at least 2: on one rank chunks "
-                "have nobody to take turns with"
-            ]
-            if chunks > 1
-            else []
+        lone = (
+            f"parallel.chunks = {chunks} needs parallel.pp of at least 2: on one rank chunks have "
+            "nobody to take turns with"
         )
+        return [lone] * (chunks > 1)
 
     def tried(self, layout: Layout) -> list[Layout]:
         return _shares(layout, self.name)
@@ -94,7 +91,50 @@ class ExpertParallelism(Parallelism):
     name = "ep"
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
-        return _expert_problems(config)
+        experts, parallel, graph = config.model.experts, config.parallel, config.graph
+        if not experts.enabled:
+            way = parallel.dispatcher
+            idle = {
+                f"parallel.ep = {parallel.ep} shares experts": parallel.ep > 1,
+                f"parallel.dispatcher = {way} is how tokens get to experts": way != "auto",
+                f"parallel.expert_stash = {parallel.expert_stash} is what experts "
+                "keep": parallel.expert_stash > 0,
+            }
+            return [
+                f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked
+            ]
+        waits = parallel.dispatcher_name == "host_splits"
+        named = (
+            sorted(
+                {
+                    stage.name
+                    for stage in named_stages(config.model)
+                    if in_scope(stage.name, ["moe"]) and in_scope(stage.name, graph.scope)
+                }
+                - {"moe_router"}
+            )
+            if graph.scope is not None
+            else []
+        )
+        return true_of(
+            {
+                f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
+                f"{experts.count}": experts.count % parallel.ep > 0,
+                "parallel.dispatcher = host_splits makes the host wait for the sizes of what is "
+                f"routed, so {', '.join(named)} "
+                "cannot be in graph.scope; use dispatcher = padded, or leave them out": bool(
+                    graph.enabled and waits and named
+                ),
+                "parallel.expert_stash_resident leaves nothing for the stash of a model with one "
+                "layer of experts; leave parallel.expert_stash out": parallel.expert_stash_resident
+                and config.model.count("moe") == 1,
+                "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; "
+                "use dispatcher = padded, or "
+                "graph.granularity = layer": graph.enabled
+                and waits
+                and graph.granularity == "step",
+            }
+        )
 
     def tried(self, layout: Layout) -> list[Layout]:
         """All replicas share the experts."""
@@ -213,50 +253,6 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
             bool(lone)
         )
     return true_of(problems)
-
-
-def _expert_problems(config: TrainConfig) -> list[str]:
-    """Lists what keeps experts from being shared, or their stages from being captured, as asked."""
-    experts, parallel, graph = config.model.experts, config.parallel, config.graph
-    if not experts.enabled:
-        way = parallel.dispatcher
-        idle = {
-            f"parallel.ep = {parallel.ep} shares experts": parallel.ep > 1,
-            f"parallel.dispatcher = {way} is how tokens get to experts": way != "auto",
-            f"parallel.expert_stash = {parallel.expert_stash} is what experts "
-            "keep": parallel.expert_stash > 0,
-        }
-        return [f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked]
-    waits = parallel.dispatcher_name == "host_splits"
-    named = (
-        sorted(
-            {
-                stage.name
-                for stage in named_stages(config.model)
-                if in_scope(stage.name, ["moe"]) and in_scope(stage.name, graph.scope)
-            }
-            - {"moe_router"}
-        )
-        if graph.scope is not None
-        else []
-    )
-    return true_of(
-        {
-            f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
-            f"{experts.count}": experts.count % parallel.ep > 0,
-            "parallel.dispatcher = host_splits makes the host wait for the sizes of what is "
-            f"routed, so {', '.join(named)} "
-            "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
-            and waits
-            and bool(named),
-            "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer "
-            "of experts; leave parallel.expert_stash out": parallel.expert_stash_resident
-            and config.model.count("moe") == 1,
-            "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
-            "dispatcher = padded, or "
-            "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
-        }
-    )
 
 
 def _row_problems(config: TrainConfig) -> list[str]:

@@ -7,6 +7,7 @@ Counts are those of the stream since the start of the run; a document that comes
 epoch counts again.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
@@ -39,7 +40,7 @@ def describe_row(row: Mapping[str, Any]) -> str:
 
 
 @dataclasses.dataclass
-class ProgressView:
+class ProgressView(contextlib.AbstractContextManager["ProgressView"]):
     """Shows the rows of a run. Use as a context manager; notes may be printed at any time."""
 
     total_steps: int

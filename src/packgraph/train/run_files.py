@@ -73,16 +73,8 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the disk has what was written to a file, whoever wrote it."""
-    _sync(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable, where its file system can do that."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+    """Wait until the disk has what was written to a file, whoever wrote it, or the renames in a
+    folder, where its file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,6 +83,9 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+sync_folder = sync_file
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

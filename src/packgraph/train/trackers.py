@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from packgraph.train.config.values import flat
+from packgraph.train.outcome import Outcome
 from packgraph.train.run_files import RunFileError, read_json, write_json, writing
 
 BOARD = "tensorboard"  # folder of its events
@@ -30,11 +30,9 @@ class Tracker(Protocol):
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Take the figures of a step by name."""
-        ...
 
     def close(self) -> None:
         """Send or write all that was taken."""
-        ...
 
 
 class TensorBoard:
@@ -164,8 +162,9 @@ class Trackers:
             if find_spec(name) is None:
                 note(f"{name} gets no rows: it is not installed (pip install {name})")
                 continue
-            with self._guarded(name):
+            with (outcome := Outcome()):
                 self._open[name] = TRACKERS[name](folder, last_step, config, ids[name])
+            self._heed(name, outcome.error)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send the row of a step to all of them."""
@@ -175,47 +174,30 @@ class Trackers:
             if key != "step" and isinstance(value, (int, float))
         }
         for name, tracker in list(self._open.items()):
-            with self._guarded(name):
+            with (outcome := Outcome()):
                 tracker.write(values, row["step"])
+            self._heed(name, outcome.error)
 
     def close(self) -> None:
         """Close all of them."""
         for name, tracker in list(self._open.items()):
-            with self._guarded(name):
+            with (outcome := Outcome()):
                 tracker.close()
+            self._heed(name, outcome.error)
         self._open.clear()
 
-    def _guarded(self, name: str) -> "_Guard":
-        def failed(error: BaseException) -> None:
-            self._open.pop(name, None)
-            self._note(
-                f"{name} has failed and gets no more rows, the run goes on: "
-                f"{type(error).__name__}: {error}"
-            )
-
-        return _Guard(failed)
-
-
-class _Guard:
-    """Tells the error that ends its block, and lets the caller go on; not one of the run's files,
-    and none that is to end the process."""
-
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def _heed(self, name: str, error: BaseException | None) -> None:
+        """Give up a tracker that has failed; what is of the run's files, or is to end the process,
+        is raised again."""
+        if error is None:
+            return
         if not isinstance(error, Exception) or isinstance(error, RunFileError):
-            return False
-        self._failed(error)
-        return True
+            raise error
+        self._open.pop(name, None)
+        self._note(
+            f"{name} has failed and gets no more rows, the run goes on: "
+            f"{type(error).__name__}: {error}"
+        )
 
 
 def _tag(name: str) -> str:

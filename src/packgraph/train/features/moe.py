@@ -175,8 +175,10 @@ def make_stash(
 ) -> Stash | None:
     """The stash of all layers with experts of this rank that have one, attached to them; None where
     there is none."""
-    parallel, blocks = config.parallel, _stashing(model, config)
-    if not blocks:
+    parallel, blocks = config.parallel, moe_blocks(model.chunks)
+    if parallel.expert_stash_resident:
+        blocks = blocks[:-1]
+    if not parallel.expert_stash or not blocks:
         return None
     stash = Stash(device, parallel.expert_stash_page_rows)
     whole = parallel.expert_stash + parallel.expert_stash_host
@@ -192,9 +194,14 @@ def planned_pages(
 ) -> int:
     """Pages for what is in flight on this rank, of `factor` times the rows that equally busy
     experts would get."""
+    in_flight = [1] * len(
+        model.chunks
+    )  # the backward follows at once, however many slots there are
+    if mesh.size("pp") > 1:
+        in_flight = list(slot_counts(mesh.size("pp"), len(model.chunks))[mesh.place["pp"]])
     records = sum(
         len(moe_blocks([chunk])) * slots
-        for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True)
+        for chunk, slots in zip(model.chunks, in_flight, strict=True)
     )
     return pages_for(
         longest_row(config),
@@ -212,21 +219,6 @@ def share(stash: Stash, blocks: Sequence[MoEBlock]) -> None:
     for block in blocks:
         block.stash = stash
         stash.attach(block)
-
-
-def _stashing(model: ModelChunks, config: TrainConfig) -> list[MoEBlock]:
-    """The layers whose experts are to keep their rows in a stash."""
-    parallel, blocks = config.parallel, moe_blocks(model.chunks)
-    if not parallel.expert_stash:
-        return []
-    return blocks[:-1] if parallel.expert_stash_resident else blocks
-
-
-def _in_flight(mesh: Mesh, chunks: int) -> list[int]:
-    """Microbatches between forward and backward, for each chunk."""
-    if mesh.size("pp") > 1:
-        return list(slot_counts(mesh.size("pp"), chunks)[mesh.place["pp"]])
-    return [1] * chunks  # the backward follows at once, however many slots there are
 
 
 class Overflow:
@@ -277,32 +269,37 @@ class Overflow:
         whole: give all the room that there can ever be need for. A layer that had too little hides
         what the layers behind it need, so one attempt may only show the next lack.
         """
-        largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
-        for block in self._blocks:
-            torch.maximum(largest, block.demand, out=largest)
-            block.demand.zero_()
-        if self._group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        needed, told = self._largest("demand"), []
         self.blocked.zero_()
-        told = []
-        if needed := int(largest) / 1000:
+        if needed:
             give_room(self._blocks, math.inf if whole else needed * SPARE)
             told.append(
                 f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
                 + ("room for whatever comes" if whole else f"{needed * SPARE:.2f} times")
             )
         if self._stash is not None and bool(self._stash.overflow_flag()):
-            told.append(self._more_pages(self._stash))
+            before, lacking = all_pages(self._stash), int(self._stash.need_hi())
+            set_pages(self._stash, grown_pages(before, lacking), moe_blocks(self._chunks))
+            told.append(
+                f"the stash had {before} pages and needed {lacking}; now there are "
+                f"{all_pages(self._stash)}"
+            )
         return "; ".join(told) or "another rank had too little room"
 
     @torch.no_grad()
     def lacked_in_evaluation(self) -> float:
         """0, or the most room over that of a balanced load that an evaluation would have needed on
         any rank and had not. Collective; waits for the device."""
+        return self._largest("evaluation_demand")
+
+    def _largest(self, buffer: str) -> float:
+        """The largest demand of any rank in this buffer of its blocks, which begins anew, over that
+        of a balanced load."""
         largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
         for block in self._blocks:
-            torch.maximum(largest, block.evaluation_demand, out=largest)
-            block.evaluation_demand.zero_()
+            demand = getattr(block, buffer)
+            torch.maximum(largest, demand, out=largest)
+            demand.zero_()
         if self._group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest) / 1000
@@ -311,11 +308,6 @@ class Overflow:
         """Give every layer room for so many times the rows of a balanced load, and some more.
         Collective; graphs must have been freed."""
         give_room(self._blocks, needed * SPARE)
-
-    def _more_pages(self, stash: Stash) -> str:
-        before, needed = all_pages(stash), int(stash.need_hi())
-        set_pages(stash, grown_pages(before, needed), moe_blocks(self._chunks))
-        return f"the stash had {before} pages and needed {needed}; now there are {all_pages(stash)}"
 
 
 def all_pages(stash: Stash) -> int:
@@ -351,7 +343,11 @@ def room_of_experts(
     if not config.model.experts.enabled:
         return {}
     stash = _stash(model)
-    pages = all_pages(stash) / _balanced(stash, model, config, mesh) if stash is not None else 0.0
+    pages = (
+        all_pages(stash) / planned_pages(model, config, mesh, 1.0, stash.page_rows)
+        if stash is not None
+        else 0.0
+    )
     rows = max((dispatcher.factor for _, dispatcher in _budgets(model)), default=0.0)
     largest = torch.tensor([rows, pages], dtype=torch.float64, device=device)
     if mesh.everyone() is not None:
@@ -378,7 +374,9 @@ def restore_room(
     stash = _stash(model)
     if stash is not None:
         pages = math.ceil(
-            saved.get("pages", 0.0) * _balanced(stash, model, config, mesh) * (1 - ROUNDING)
+            saved.get("pages", 0.0)
+            * planned_pages(model, config, mesh, 1.0, stash.page_rows)
+            * (1 - ROUNDING)
         )
         if pages > all_pages(stash):
             set_pages(stash, pages, moe_blocks(model.chunks))
@@ -396,7 +394,3 @@ def _budgets(model: ModelChunks) -> list[tuple[MoEBlock, Budgeted]]:
 
 def _stash(model: ModelChunks) -> Stash | None:
     return next((block.stash for block in moe_blocks(model.chunks)), None)
-
-
-def _balanced(stash: Stash, model: ModelChunks, config: TrainConfig, mesh: Mesh) -> int:
-    return planned_pages(model, config, mesh, 1.0, stash.page_rows)

@@ -16,7 +16,7 @@ collectives; the means are the same on all of them, so a checkpoint holds them w
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, clipped, slices_of, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, clipped, slices_of, write_parameters
 
 DECAY = -0.8  # power of the update's number by which the means forget
 CLIP = 1.0  # largest root mean square of a direction
@@ -170,7 +170,7 @@ def _put(old: Tensor, new: Tensor, blocked: Tensor | None) -> None:
     old.copy_(new if blocked is None else torch.where(blocked > 0, old, new))
 
 
-class Adafactor:
+class Adafactor(UpdateRule):
     """Updates of any spans."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
@@ -182,10 +182,8 @@ class Adafactor:
             (each, [Stack(each, member, variance) for member in each.span.members])
             for each, variance in zip(self._updated, self._variances, strict=True)
         ]
-        self._sums = [self._sums_of(group) for group in self._groups()]
-
-    def _groups(self) -> list[dist.ProcessGroup | None]:
-        return list(dict.fromkeys(each.span.group for each in self._updated))
+        groups = dict.fromkeys(each.span.group for each in self._updated)
+        self._sums = [self._sums_of(group) for group in groups]
 
     def _sums_of(
         self, group: dist.ProcessGroup | None
@@ -234,9 +232,6 @@ class Adafactor:
             for stack in stacks:
                 found |= stack.state()
         return found
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: they are live."""
 
 
 def _add_up(sums: Tensor, group: dist.ProcessGroup | None) -> None:

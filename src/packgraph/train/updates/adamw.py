@@ -8,7 +8,7 @@ are never those of all gradients.
 Bits of the two differ in the last place: a run keeps to one of them, on the device or on the host.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from packgraph.ops.triton_found import HAS_TRITON
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, slices_of, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, slices_of, write_parameters
 
 MEANS = ("exp_avg", "exp_avg_sq")
 BYTES = 8  # of state, of an element
@@ -27,7 +27,7 @@ PASSES = {"float32": 44 / 16, "bfloat16": 38 / 24}
 GROUP = 2**24  # elements of a group: 64 MiB of float32, enough to fill a device
 
 
-class AdamW:
+class AdamW(UpdateRule):
     """Updates of spans, each in one kernel, or of pieces of spans, in groups of which each is one
     kernel."""
 
@@ -41,8 +41,9 @@ class AdamW:
         """group: elements that are updated at a time. done: told of each span as soon as its
         parameters are new."""
         self._updated, self._config, self._done = list(updated), config, done
-        self._narrow = [n for n, each in enumerate(self._updated) if _is_narrow(each)]
-        self._wide = [each for each in self._updated if not _is_narrow(each)]
+        are_narrow = [in_one_kernel(each.span.own_parameters) for each in self._updated]
+        self._narrow = [n for n, narrow in enumerate(are_narrow) if narrow]
+        self._wide = [e for e, narrow in zip(self._updated, are_narrow) if not narrow]
         self._groups = list(_groups(self._updated, group))
         self._means = [
             [torch.zeros_like(each.values) for each in self._updated] for _ in MEANS
@@ -93,17 +94,10 @@ class AdamW:
                 found |= each.named(key, flats[number])
         return found
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: they are live."""
-
 
 def in_one_kernel(parameters: Tensor) -> bool:
     """Tells whether `narrow_adamw` updates these parameters."""
     return HAS_TRITON and parameters.is_cuda and parameters.dtype != torch.float32
-
-
-def _is_narrow(each: Updated) -> bool:
-    return in_one_kernel(each.span.own_parameters)
 
 
 def _groups(updated: Sequence[Updated], most: int) -> Iterator[list[tuple[int, slice]]]:
@@ -112,7 +106,7 @@ def _groups(updated: Sequence[Updated], most: int) -> Iterator[list[tuple[int, s
     for decays in (True, False):
         group, room = list[tuple[int, slice]](), most
         for number, each in enumerate(updated):
-            if each.span.decays != decays or _is_narrow(each):
+            if each.span.decays != decays or in_one_kernel(each.span.own_parameters):
                 continue
             for part in slices_of(each.values.numel(), most):
                 if (size := part.stop - part.start) > room:

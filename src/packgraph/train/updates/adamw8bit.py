@@ -29,7 +29,7 @@ from torch import Tensor
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS
-from packgraph.train.updates.rule import Updated, slices_of, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, slices_of, write_parameters
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
@@ -117,7 +117,7 @@ def parts_in_blocks(size: int) -> list[slice]:
     return [*slices_of(whole), *([slice(whole, size)] if whole < size else [])]
 
 
-class AdamW8bit:
+class AdamW8bit(UpdateRule):
     """Updates of spans that decay."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:

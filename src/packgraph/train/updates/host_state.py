@@ -39,41 +39,31 @@ from packgraph.train.updates.adamw import (
     in_one_kernel,
     narrow_adamw,
 )
-from packgraph.train.updates.rule import clipped, slices_of
+from packgraph.train.updates.rule import UpdateRule, clipped, slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
 BUFFERS = 2  # sets, of a piece each, that take turns
 MASTER = "master"
 
 State = Mapping[str, Tensor]  # float32, by name: what the update of some elements reads and writes
-Update = Callable[["StatePiece", State], None]
+Update = Callable[["StatePart", State], None]
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """The state of neighbouring parameters, elements `part` of a rank's own part of a span.
-    flats: float32 by name. on_host: where they are; otherwise on the span's device."""
-
-    span: GradientBucket
-    part: slice
-    flats: dict[str, Tensor]
-    on_host: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all flats."""
-        return sum(flat.nbytes for flat in self.flats.values())
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """Elements `part` of a rank's own part of a span. flats: their state by name, where it is for
-    good. hosts: the same memory for copies, where that is the host."""
+    """State of elements `part` of a rank's own part of a span: of neighbouring parameters, or a
+    piece of that. flats: float32 by name, where they are for good. hosts: the same memory for
+    copies, where that is the host; else it is the span's device."""
 
     span: GradientBucket
     part: slice
     flats: dict[str, Tensor]
     hosts: dict[str, HostMemory]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all flats."""
+        return sum(flat.nbytes for flat in self.flats.values())
 
     @property
     def gradients(self) -> Tensor:
@@ -86,7 +76,7 @@ class StatePiece:
         return self.span.own_parameters[self.part]
 
 
-class HostState:
+class HostState(UpdateRule):
     """AdamW of spans whose state, masters among it, is on the host, but for what fits on the
     device: an `UpdateRule`.
 
@@ -157,9 +147,6 @@ class HostState:
                     found[f"{member.name}.{key}"] = span.part(member, flat, held.part.start)
         return found
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: they are live."""
-
     def _settle(self) -> None:
         """Wait until the host has what was updated. The host waits for the device."""
         for copies in self._leaving:
@@ -210,7 +197,7 @@ class HostState:
         numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
         ordinal = steps + 1
 
-        def update(piece: StatePiece, state: State) -> None:
+        def update(piece: StatePart, state: State) -> None:
             weight, means = piece.parameters, [state[name] for name in MEANS]
             if numbers is not None and in_one_kernel(weight):
                 narrow_adamw(
@@ -257,17 +244,15 @@ def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
     return list(slices_of(span.own_gradients.numel(), piece))
 
 
-def _cut(part: StatePart, piece: int) -> Iterator[StatePiece]:
+def _cut(part: StatePart, piece: int) -> Iterator[StatePart]:
     first = part.part.start
     for inside in slices_of(part.part.stop - first, piece):
         flats = {name: flat[inside] for name, flat in part.flats.items()}
-        copied = flats if part.on_host else {}
-        hosts = {name: HostMemory((_bytes(flat),)) for name, flat in copied.items()}
         place = slice(first + inside.start, first + inside.stop)
-        yield StatePiece(part.span, place, flats, hosts)
+        yield StatePart(part.span, place, flats, _hosts(flats) if part.hosts else {})
 
 
-def _shares(pieces: Sequence[StatePiece], count: int) -> list[Sequence[StatePiece]]:
+def _shares(pieces: Sequence[StatePart], count: int) -> list[Sequence[StatePart]]:
     """`pieces` in `count` shares of about as many."""
     ends = [len(pieces) * number // count for number in range(count + 1)]
     return [pieces[start:stop] for start, stop in pairwise(ends)]
@@ -301,7 +286,11 @@ def _state_part(span: GradientBucket, part: slice, *, on_host: bool) -> StatePar
         else:
             flat = torch.empty_like(own, dtype=torch.float32)
         flats[name] = flat.copy_(own.detach()) if name == MASTER else flat.zero_()
-    return StatePart(span, part, flats, on_host)
+    return StatePart(span, part, flats, _hosts(flats) if on_host else {})
+
+
+def _hosts(flats: Mapping[str, Tensor]) -> dict[str, HostMemory]:
+    return {name: HostMemory((_bytes(flat),)) for name, flat in flats.items()}
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ update can be captured. The invariant: a matrix is updated as a whole, by a rank
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, clipped, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, clipped, write_parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
 STEPS = 5
@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
     momentum: Tensor
 
 
-class Muon:
+class Muon(UpdateRule):
     """Updates of spans of matrices, all of which this rank has whole."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
@@ -80,9 +80,6 @@ class Muon:
         for each, momenta in zip(self._updated, self._momenta, strict=True):
             found |= each.named("momentum", momenta)
         return found
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing: they are live."""
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

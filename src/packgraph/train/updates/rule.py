@@ -13,7 +13,6 @@ of values and state changes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Updated:
         return {f"{m.name}.{key}": self.span.part(m, flat) for m in self.span.members}
 
 
-class UpdateRule(Protocol):
+class UpdateRule:
     """Rule by which some spans are updated."""
 
     def step(
@@ -70,9 +69,11 @@ class UpdateRule(Protocol):
         """The state by `NAME.key`, in a form that any layout can load: whole tensors or `Pieces`.
 
         Live tensors, or copies that `load` takes back."""
+        raise NotImplementedError
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_tensors` gave, after values were written into that."""
+        """Take over what `state_tensors` gave, after values were written into that;
+        nothing is to be done where that was live."""
 
 
 def clipped(gradient: Tensor, scale: Tensor | None) -> Tensor:
