@@ -504,7 +504,7 @@ def _data(words: list[str]) -> int:
 
 def _chat(words: list[str]) -> int:
     with _long_imports():
-        from packgraph.train.chat import chat_command
+        from packgraph.train.export import chat_command
 
     return chat_command(words)
 
@@ -531,8 +531,8 @@ def _completion(words: list[str]) -> int:
         return _help(COMPLETION_USAGE, CompletionArguments())
     with _long_imports():
         from packgraph.bench.command import BENCHMARKS
-        from packgraph.train.chat import ChatArguments
         from packgraph.train.data.command import DataArguments
+        from packgraph.train.export import ChatArguments
 
     config, presets = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
     plan = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]

@@ -210,7 +210,13 @@ class Evaluation:
                 mine = totals.tolist() if self._mesh.tells_loss else [0.0] * len(totals)
                 sums = map(math.fsum, zip(*from_all(self._mesh, mine), strict=True))
                 return dict(zip(self.feeds, sums, strict=True)), tokens
-            self._give_room(lacking)
+            # Rows of experts found no room and were left out: give more, and capture for that.
+            assert self._overflow is not None
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._executor.free_graphs(None)
+            self._overflow.give(lacking)
+            self._executor.rebuild()
         raise RuntimeError(
             f"an evaluation did not fit into the room for experts {MOST_AGAIN} times; give more "
             "with --parallel.expert-room"
@@ -229,15 +235,6 @@ class Evaluation:
         finally:
             feed.close()
         return tokens
-
-    def _give_room(self, needed: float) -> None:
-        """Rows of experts found no room and were left out: give more, and capture for that."""
-        assert self._overflow is not None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._executor.free_graphs(None)
-        self._overflow.give(needed)
-        self._executor.rebuild()
 
 
 @contextlib.contextmanager

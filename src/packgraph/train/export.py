@@ -1,4 +1,4 @@
-"""Exports what was trained as a folder that transformers loads.
+"""Exports what was trained as a folder that transformers loads, and tries it in a chat.
 
     runs/NAME/checkpoints/step-N ─▶ the model, its adapters merged ─▶ config.json, safetensors
                                  ─▶ the adapter alone (`--adapter`) ─▶ adapter_config.json, ...
@@ -7,15 +7,18 @@
 All is written into a folder within the target first, and moved up at the end, config.json (or
 adapter_config.json) last: a folder with that file is whole, and an export that was killed is
 repeated by the same command. Of a stranger's folder only its own files are copied: a link may lead
-out of it.
+out of it. A chat goes through the export, so what answers is what others will load.
 """
 
+import importlib
 import json
 import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +38,14 @@ from packgraph.train.checkpoint.writer import (
     load_state,
     load_tensors,
 )
+from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigError, read_config
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.config.values import path_problem, shown
-from packgraph.train.data import MissingPackageError, build_tokenizer
+from packgraph.train.config.values import CommandArguments, option, path_problem, shown
+from packgraph.train.data import MissingPackageError, Tokenizer, build_tokenizer
+from packgraph.train.data.source import Message
+from packgraph.train.features.live import transformers_module
 from packgraph.train.features.lora import (
     ADAPTER,
     base_fingerprint,
@@ -59,6 +65,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 GENERATION = "generation_config.json"
+CHAT_USAGE = """\
+usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N]
+
+Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
+transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
+turn of one chat."""
 
 
 def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False) -> Path:
@@ -96,7 +108,12 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
             if adapter and isinstance(model, PackedModel):
                 save_adapter(model, config, new)
                 return checkpoint
-            _save(model, config, new)
+            if config.lora.enabled:
+                merge_adapters(model)
+            if isinstance(model, DecoderModel):
+                save_pretrained(model, new)
+            else:
+                model.causal.save_pretrained(new)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         except ValueError as error:
@@ -186,15 +203,6 @@ def config_of(run: Path) -> TrainConfig:
     return read_config(preset(name), [layer])
 
 
-def _save(model: DecoderModel | PackedModel, config: TrainConfig, folder: Path) -> None:
-    if config.lora.enabled:
-        merge_adapters(model)
-    if isinstance(model, DecoderModel):
-        save_pretrained(model, folder)
-        return
-    model.causal.save_pretrained(folder)
-
-
 def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
     """Copy the files of the tokenizer beside the weights, and say what ends and pads a text."""
     source = _tokenizer_folder(config)
@@ -237,3 +245,85 @@ def _special_ids(source: Path) -> dict[str, int]:
         if token in ids:
             found[f"{kind}_token_id"] = ids[token]
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(CommandArguments):
+    """Arguments of `packgraph chat`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
+    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
+    text: bool = option(False, "go on with what is given as a text, not as a chat")
+    tokens: int = option(200, "tokens of an answer at most", metavar="N")
+
+
+class Chat:
+    """Answers greedily, and remembers the turns."""
+
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, *, tokens: int, is_text: bool = False
+    ) -> None:
+        """model: of transformers. tokens: of an answer at most. is_text: what is given is a text to
+        go on with."""
+        self._model, self._tokenizer = model.eval(), tokenizer
+        self._tokens, self._is_text = tokens, is_text
+        self._turns: list[Message] = []
+
+    @staticmethod
+    def of_run(run: Path, *, tokens: int, is_text: bool = False, best: bool = False) -> "Chat":
+        """With the newest or best checkpoint of the run in a folder. Raises what `export`
+        raises."""
+        config = config_of(run)
+        library = transformers_module()
+        tokenizer = build_tokenizer(config.data)
+        logging: Any = importlib.import_module("transformers.utils.logging")
+        logging.disable_progress_bar()
+        with tempfile.TemporaryDirectory() as folder:
+            export(run, Path(folder) / "weights", best=best)
+            model = library.AutoModelForCausalLM.from_pretrained(
+                Path(folder) / "weights", local_files_only=True, dtype="auto"
+            )
+        return Chat(model, tokenizer, tokens=tokens, is_text=is_text)
+
+    @torch.no_grad()
+    def answer(self, prompt: str) -> str:
+        """Returns the model's answer to `prompt`."""
+        if self._is_text:
+            ids = self._tokenizer.start(prompt)
+        else:
+            self._turns.append(Message("user", prompt))
+            ids = self._tokenizer.ask(self._turns)
+        found = self._model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=self._tokens,
+            do_sample=False,
+            eos_token_id=list(self._tokenizer.ends) or None,
+            pad_token_id=(self._tokenizer.ends or (0,))[0],
+        )
+        text = self._tokenizer.decode(found[0, len(ids) :].tolist())
+        if not self._is_text:
+            self._turns.append(Message("assistant", text))
+        return text
+
+
+def chat_command(words: list[str]) -> int:
+    """`packgraph chat` with these words; the exit code. Raises ConfigError and what `export`
+    raises."""
+    asked = parse_arguments(words, ChatArguments()).own
+    if asked.help:
+        print(f"{CHAT_USAGE}\n{options_help(ChatArguments())}")
+        return 0
+    if asked.tokens < 1:
+        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+    chat = Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text, best=asked.best)
+    if asked.prompt is not None:
+        print(chat.answer(asked.prompt))
+        return 0
+    for line in sys.stdin:
+        if line.strip():
+            print(chat.answer(line.rstrip("\n")), flush=True)
+    return 0

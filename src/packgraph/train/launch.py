@@ -53,6 +53,7 @@ from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
 from packgraph.train.memory import agreement, available_memory, check_memory
+from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError, sampled_digest
@@ -70,7 +71,6 @@ from packgraph.train.run_folder import (
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
-from packgraph.train.trackers import BOARD
 from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
@@ -300,8 +300,7 @@ def _train(
         )
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        for note in [*prepared.notes, *told, *sharding]:
-            view.note(note)
+        view.note(*prepared.notes, *told, *sharding)
         if nodes.others:
             view.note(
                 f"{1 + len(nodes.others)} nodes have folders of their own: checkpoints are here"
@@ -328,8 +327,8 @@ def _train(
         try:
             if config.run.resume:
                 trainer.resume()
-                for note in notes if trainer.step < config.run.steps else ():
-                    view.note(f"note: {note}")
+                if trainer.step < config.run.steps:
+                    view.note(*(f"note: {note}" for note in notes))
             with running(config.hf.path):
                 summary = trainer.run(stop)
         finally:

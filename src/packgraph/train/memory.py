@@ -414,7 +414,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     return Need(
         round(itemsize * (held - (spared if config.parallel.known_shard == "parameters" else 0))),
         round(wide * (held - spared + sums)),
-        _on_device(config, state, updated) if device_type == "cuda" else state,
+        _on_device(config, device_type, state, updated),
         0 if _may_keep_less(config) else microbatch,
         microbatch if has_pool else 0,
         capacity,
@@ -433,8 +433,7 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     wide = getattr(torch, config.gradient_dtype(world)).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
-    if device_type == "cuda":
-        state = _on_device(config, state, trained / world)
+    state = _on_device(config, device_type, state, trained / world)
     gradients = trained
     if config.parallel.shards and world > 1:
         layout = config.parallel.layout().resolved(world)
@@ -444,9 +443,9 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     return Need(elements * itemsize, gradients * wide, state, 0, 0, _sure_capacity(config))
 
 
-def _on_device(config: TrainConfig, state: int, updated: float) -> int:
+def _on_device(config: TrainConfig, device_type: str, state: int, updated: float) -> int:
     """Bytes on the device of so many of the optimizer's state for `updated` elements."""
-    if not config.optimizer.offload:
+    if not config.optimizer.offload or device_type != "cuda":
         return state
     stays = min(state, config.optimizer.resident_bytes() or 0)
     return stays + (BUFFERS * HELD * min(PIECE, round(updated)) if stays < state else 0)

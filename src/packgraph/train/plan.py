@@ -23,10 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from packgraph.models.branches import head_sizes
-from packgraph.ops.attention.api import choose_backend
 from packgraph.ops.attention.kind import ContextChoice, row_problems
-from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets, measure
 from packgraph.packing.capacity import places
@@ -53,6 +50,7 @@ from packgraph.train.features.context import (
     choices_of,
     common_multiple,
     context_cost,
+    kernels_cost,
     notes_of,
     places_multiple,
     zigzag_sizes,
@@ -151,6 +149,12 @@ def bucket_request(
         if parallel.pp > 1
         else config.graph.slots or 1
     )
+    # Bytes that graphs may take: the tighter of both options. A share of a device that is not known
+    # limits nothing.
+    budget, limit = config.graph.memory_budget, None
+    if budget is not None and (device is not None or "%" not in budget):
+        limit = limit_of(budget, device or torch.device("cpu"))
+    chosen = None if buckets.memory_gib is None else int(buckets.memory_gib * GIBIBYTE)
     return BucketRequest(
         policy=policy,
         max_tokens=buckets.max_tokens,
@@ -159,7 +163,7 @@ def bucket_request(
         cost=decoder_cost(
             model,
             parallel.tp * parallel.cp,
-            FLASH4 if _attention(config, device) == "flash" else CostModel(),
+            kernels_cost(config, device),
         ),
         slots=slots,
         layers=layers,
@@ -173,30 +177,8 @@ def bucket_request(
             config.graph.compile,
             in_place=device is None or device.type == "cuda",
         ),
-        budget=_budget(config, device),
+        budget=min((most for most in (limit, chosen) if most is not None), default=None),
     )
-
-
-def _budget(config: TrainConfig, device: torch.device | None) -> int | None:
-    """Bytes that graphs may take: the tighter of both options. A share of a device that is not
-    known limits nothing."""
-    known = config.graph.memory_budget is not None and (
-        device is not None or "%" not in config.graph.memory_budget
-    )
-    limit = limit_of(config.graph.memory_budget, device or torch.device("cpu")) if known else None
-    chosen = (
-        None if config.buckets.memory_gib is None else int(config.buckets.memory_gib * GIBIBYTE)
-    )
-    return min((budget for budget in (limit, chosen) if budget is not None), default=None)
-
-
-def _attention(config: TrainConfig, device: torch.device | None) -> str:
-    """Name of the attention backend of the run; auto where that depends on a device that is not
-    known."""
-    model = config.model
-    if model.attention_backend != "auto" or device is None:
-        return model.attention_backend
-    return choose_backend(device, getattr(torch, config.run.dtype), *head_sizes(model)).name
 
 
 def plan_capacities(lengths: Lengths, request: BucketRequest) -> BucketPlan:
@@ -349,7 +331,7 @@ def _request(
         raise ConfigError(
             [f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]
         ) from error
-    parallel, flash = config.parallel, config.model.attention_backend == "flash"
+    parallel = config.parallel
     problems = [
         f"{problem} (--sizes)"
         for size in request.sizes
@@ -366,7 +348,7 @@ def _request(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     cost = context_cost(
-        config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices)
+        config.model, parallel.tp, kernels_cost(config, None), zigzag_sizes(choices)
     )
     return replace(
         request, cost=cost if asked.costs is None else _measured(asked.costs, cost)

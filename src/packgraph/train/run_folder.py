@@ -48,7 +48,7 @@ from packgraph.train.config.reading import (
     to_dict,
 )
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.metrics import METRICS
+from packgraph.train.metrics import BOARD, METRICS, NAMES
 from packgraph.train.node_folders import (
     TOKEN,
     NodeFolders,
@@ -65,7 +65,6 @@ from packgraph.train.run_files import (
     sync_folder,
     writing,
 )
-from packgraph.train.trackers import BOARD, NAMES
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CHECKPOINTS = "checkpoints"

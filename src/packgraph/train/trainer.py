@@ -60,7 +60,15 @@ from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import MOST_ATTEMPTS, restore_room, room_of_experts
 from packgraph.train.features.prediction import FurtherLosses
 from packgraph.train.feed import PATIENCE, MicrobatchAssignment, NoDataError, StepFeed
-from packgraph.train.metrics import METRICS, MetricsLog, RowsOnly, fetch_late, finite, summarize
+from packgraph.train.metrics import (
+    METRICS,
+    NAMES,
+    MetricsLog,
+    RowsOnly,
+    fetch_late,
+    finite,
+    summarize,
+)
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
 from packgraph.train.progress import ProgressView
@@ -70,7 +78,6 @@ from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import GoBack, Limits, NonFiniteLossError, Spikes
 from packgraph.train.strategies import add_counts
-from packgraph.train.trackers import NAMES
 
 OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own

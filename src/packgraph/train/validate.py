@@ -10,8 +10,8 @@ from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 from packgraph.train.features.precision import problems_of_precision
 from packgraph.train.features.recompute import problems_of_recompute
+from packgraph.train.metrics import missing_trackers
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
-from packgraph.train.trackers import missing_trackers
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
 

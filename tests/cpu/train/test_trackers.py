@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from trainkit import StopAfter, tiny, trainer
 
-from packgraph.train import trackers as module
+from packgraph.train import metrics as module
 from packgraph.train.config.sections import RunConfig, TrainConfig
+from packgraph.train.metrics import NAMES, TensorBoard, Trackers
 from packgraph.train.run_files import RunFileError
 from packgraph.train.signals import StopRequest
-from packgraph.train.trackers import NAMES, TensorBoard, Trackers
 from packgraph.train.validate import validate
 
 

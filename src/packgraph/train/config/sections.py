@@ -19,7 +19,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flat_buffers import Shard
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.values import path_problem, shown, true_of
-from packgraph.train.trackers import TRACKERS
+from packgraph.train.metrics import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 AUTO, NONE = "auto", "none"

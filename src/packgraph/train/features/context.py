@@ -182,11 +182,6 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
     parallel, tokens = config.parallel, rank_tokens(config)
     assert tokens is not None
     plane = parallel.layout().replicas(world) * parallel.cp
-    backend = config.model.attention_backend
-    if backend == "auto":
-        backend = choose_backend(
-            device, getattr(torch, config.run.dtype), *head_sizes(config.model)
-        ).name
     return ContextRequest(
         world=plane,
         tokens=tokens,
@@ -196,10 +191,20 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
         cost=context_cost(
             config.model,
             parallel.tp,
-            FLASH4 if backend == "flash" else CostModel(),
+            kernels_cost(config, device),
             zigzag_sizes(context_choices(config)),
         ),
     )
+
+
+def kernels_cost(config: TrainConfig, device: torch.device | None) -> CostModel:
+    """The measured cost of the attention kernels that a run has on `device`; None: not known, so
+    that `auto` is none of the fast ones."""
+    backend = config.model.attention_backend
+    if backend == "auto" and device is not None:
+        dtype = getattr(torch, config.run.dtype)
+        backend = choose_backend(device, dtype, *head_sizes(config.model)).name
+    return FLASH4 if backend == "flash" else CostModel()
 
 
 def context_cost(

@@ -105,10 +105,9 @@ def live_config(path: str) -> Any:
     return config
 
 
-def _of_config(path: str) -> naming:
+def _of_config(path: str, what: str = "transformers cannot make a model of it") -> naming:
     """For what transformers makes of a config."""
-    file = Path(path).expanduser() / CONFIG
-    return naming(file, "transformers cannot make a model of it", one_problem, CORRECT)
+    return naming(Path(path).expanduser() / CONFIG, what, one_problem, CORRECT)
 
 
 def running(path: str | None) -> AbstractContextManager[None]:
@@ -118,8 +117,7 @@ def running(path: str | None) -> AbstractContextManager[None]:
     """
     if path is None:
         return contextlib.nullcontext()
-    file = Path(path).expanduser() / CONFIG
-    return naming(file, "the model of transformers does not run", one_problem, CORRECT)
+    return _of_config(path, "the model of transformers does not run")
 
 
 def _try_out(model: nn.Module, path: str) -> None:
@@ -187,17 +185,13 @@ def live_problems(config: TrainConfig) -> list[str]:
     """Lists what a run of a model of transformers is asked for and cannot do."""
     if config.hf.path is None:
         return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
-    parallel = config.parallel
-    shape = live_shape(config.hf.path)
+    parallel, sizes = config.parallel, live_shape(config.hf.path).sizes
+    axes = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}
+    here = {field: getattr(config.model, field) for field in sizes}
     problems = {
         f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
         "(parallel.dp)": size > 1
-        for name, size in (
-            ("tp", parallel.tp),
-            ("pp", parallel.pp),
-            ("cp", parallel.cp),
-            ("ep", parallel.ep),
-        )
+        for name, size in axes.items()
     }
     problems |= {
         "offload.modules are those of models of packgraph, not of hf:PATH": bool(
@@ -210,13 +204,12 @@ def live_problems(config: TrainConfig) -> list[str]:
             config.graph.granularity == "step" and not config.graph.optimizer
         ),
     }
-    here = {field: getattr(config.model, field) for field in shape.sizes}
-    problems |= {
+    return true_of(problems) + [
         f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
-        "that of its config.json": value != here[field]
-        for field, value in shape.sizes.items()
-    }
-    return true_of(problems)
+        "that of its config.json"
+        for field, value in sizes.items()
+        if value != here[field]
+    ]
 
 
 def build_live(

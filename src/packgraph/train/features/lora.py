@@ -44,7 +44,8 @@ def lora_problems(config: TrainConfig) -> list[str]:
         return []
     model, parallel = config.model, config.parallel
     problems = {
-        "lora.rank needs the package `peft`: pip install peft": not _is_installed(),
+        "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
+        is None,
         f"lora.rank with parallel.tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}, "
         f"ep = {parallel.ep} is not there yet: adapters run on replicas (parallel.dp)": max(
             parallel.tp, parallel.cp, parallel.pp, parallel.ep
@@ -68,10 +69,6 @@ def lora_problems(config: TrainConfig) -> list[str]:
         f"{', '.join(sorted(known))}"
     ] = bool(missing)
     return true_of(problems)
-
-
-def _is_installed() -> bool:
-    return importlib.util.find_spec("peft") is not None
 
 
 def add_adapters(model: DecoderModel | PackedModel, config: TrainConfig) -> None:

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
 from packgraph.offloading.runtime import PARTS, OffloadRuntime
 from packgraph.offloading.search import knob_moves, plan_by_knobs, plan_for_bytes, plan_for_time
-from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
+from packgraph.offloading.simulate import simulate_offload
 from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
@@ -337,14 +337,6 @@ def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
     ]
 
 
-class Drawn(NamedTuple):
-    """Data of one picture."""
-
-    trace: OffloadTrace
-    plan: OffloadPlan
-    timeline: OffloadTimeline
-
-
 def report_offloading(
     offloading: TrainerOffloading, mesh: Mesh, folder: Path, note: Callable[[str], None]
 ) -> None:
@@ -360,30 +352,22 @@ def report_offloading(
         for rank, chunks in enumerate(every)
         for chunk, planned in enumerate(chunks)
     ]
-    if mesh.rank == 0 and known:
-        _write(folder / FOLDER, known, note, offloading.planned_by)
-
-
-def _write(
-    folder: Path, known: Sequence[tuple[str, Planned]], note: Callable[[str], None], by: str
-) -> None:
-    names = [name for name, _ in known]
+    if mesh.rank != 0 or not known:
+        return
     drawn = [
-        Drawn(
-            planned.measured,
-            planned.plan,
-            simulate_offload(planned.measured, planned.speed, planned.plan),
-        )
-        for _, planned in known
+        (one.measured, one.plan, simulate_offload(one.measured, one.speed, one.plan))
+        for _, one in known
     ]
-    table = offload_table([(name, offload_figures(*one)) for name, one in zip(names, drawn)])
+    named, folder = list(zip([name for name, _ in known], drawn)), folder / FOLDER
+    table = offload_table([(name, offload_figures(*one)) for name, one in named])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.txt").write_text(table, encoding="utf-8")
-        events = chrome_trace([(name, one.trace, one.timeline) for name, one in zip(names, drawn)])
+        events = chrome_trace([(name, trace, timeline) for name, (trace, _, timeline) in named])
         (folder / "trace.json").write_text(events, encoding="utf-8")
-        for name, one in zip(names, drawn):
+        for name, one in named:
             (folder / f"{name.replace(' ', '')}.svg").write_text(
                 draw_offload_svg(*one, f"offloading on {name}"), encoding="utf-8"
             )
+    by = offloading.planned_by
     note(f"offloading, as planned by the times of {by} ({folder}):\n{table.rstrip()}")
