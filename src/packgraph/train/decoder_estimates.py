@@ -29,9 +29,9 @@ class DecoderMemory:
     columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
     as much. compiled: whether the layers are. in_place: whether the loss writes gradients over its
     logits, as on CUDA. A branch of a layer keeps for every token 3 vectors of the hidden size and
-    those of its own (`_columns`), compiled layers `COMPILED` of that; the loss holds the gradient
-    of the head twice, and one chunk of logits, with float32 copies unless it writes over them,
-    which it does not with tp; a product in float8 has codes of its operands while it runs. Within 5
+    those of its own, compiled layers `COMPILED` of that; the loss holds the gradient of the head
+    twice, and one chunk of logits, with float32 copies unless it writes over them, which it does
+    not with tp; a product in float8 has codes of its operands while it runs. Within 5
     % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 % above uncompiled ones;
     not measured for latent attention, experts and Mamba-2.
     """
@@ -47,7 +47,11 @@ class DecoderMemory:
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
         model, tokens = self.model, capacity.tokens // self.rows
-        per_token = 3 * _branches(model) * model.hidden_size + _columns(model) / self.parts
+        # Averaged over layers: branches, and numbers that they save for the backward.
+        branches = sum(len(model.branches(layer)) for layer in range(model.depth)) / model.depth
+        counted = ((model.count(name), kind) for name, kind in model.kinds().items())
+        columns = sum(count * kind.saved_columns(model) for count, kind in counted) / model.depth
+        per_token = 3 * branches * model.hidden_size + columns / self.parts
         head = 4 * head_weights(model)
         kept = self.layers * per_token * self.itemsize * tokens * (COMPILED if self.compiled else 1)
         codes = _codes(model, tokens, self.parts) if self.layers else 0
@@ -79,9 +83,10 @@ def decoder_cost(
     layers = model.depth / MEASURED_LAYERS
     attending = model.count("attn") / MEASURED_LAYERS
     heads = attending * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
+    weights = token_weights(model) + head_weights(model)  # that every token is multiplied by
     return CostModel(
         microbatch_us=measured.microbatch_us * layers,
-        token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS / parts,
+        token_us=measured.token_us * weights / MEASURED_WEIGHTS / parts,
         document_us=measured.document_us * heads,
         tile_us=measured.tile_us * heads,
         attention_us=measured.attention_us * heads,
@@ -102,22 +107,3 @@ def _codes(model: DecoderConfig, tokens: int, parts: int) -> int:
     of_rows = tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
     of_columns = (width + hidden) * (tokens + SCALE_BYTES)
     return max(of_rows, of_columns if model.precision == FLOAT8_GRADIENTS else 0)
-
-
-def _weights(model: DecoderConfig) -> int:
-    """Weights that every token is multiplied by."""
-    return token_weights(model) + head_weights(model)
-
-
-def _branches(model: DecoderConfig) -> float:
-    """Branches per layer, on average."""
-    return sum(len(model.branches(layer)) for layer in range(model.depth)) / model.depth
-
-
-def _columns(model: DecoderConfig) -> float:
-    """Numbers per token that the branches of one layer save for the backward, averaged over
-    layers."""
-    saved = sum(
-        model.count(name) * kind.saved_columns(model) for name, kind in model.kinds().items()
-    )
-    return saved / model.depth

@@ -205,7 +205,7 @@ class Evaluation:
                 now = self._executor.counts()
                 self._counts = {name: getattr(now, name) - n for name, n in before.items()}
                 if self._overflow is not None:
-                    lacking = self._overflow.lacked_in_evaluation()
+                    lacking = self._overflow.take_demand("evaluation_demand")
             if not lacking:
                 mine = totals.tolist() if self._mesh.tells_loss else [0.0] * len(totals)
                 sums = map(math.fsum, zip(*from_all(self._mesh, mine), strict=True))

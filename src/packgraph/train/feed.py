@@ -279,8 +279,12 @@ class StepFeed:
     def take(self) -> FedStep:
         """The next step. Raises what the stream raises, in the place of the step that it met, and
         NoDataError where it has not come after a request to stop."""
+        if self._state is None:
+            self._state, self._counts = self._stream.state_dict(), counts_of(self._stream)
+        if not self._making:
+            self._start()
         end: float | None = None
-        while not self.is_ready():
+        while not wait([self._making[0]], LOOK).done:
             if self.stop is None or not self.stop.has_come():
                 continue
             end = time.monotonic() + self._patience if end is None else end
@@ -294,14 +298,6 @@ class StepFeed:
         if step.plan is not None and isinstance(self._stream, PlannedSteps):
             self._stream.count(step.plan)
         return step
-
-    def is_ready(self) -> bool:
-        """Have the next step made, and wait for it a short while; whether `take` need not wait."""
-        if self._state is None:
-            self._state, self._counts = self._stream.state_dict(), counts_of(self._stream)
-        if not self._making:
-            self._start()
-        return self._making[0].done() or bool(wait([self._making[0]], LOOK).done)
 
     def go_on(self) -> None:
         """Let the thread make further steps. To be called when the step that was taken is launched:

@@ -235,7 +235,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
     ends = {"first": counted[:count], "last": counted[-count:]}
     steady = [row for row in rows if not row["starting"]] or list(rows)
     tokens, places = sum(row["tokens"] for row in rows), sum(row["places"] for row in rows)
-    return {
+    figures: dict[str, Any] = {
         **{f"loss_{end}": sum(row["loss"] for row in some) / count for end, some in ends.items()},
         **{f"loss_{end}_steps": [row["step"] for row in some] for end, some in ends.items()},
         "loss_window": count,
@@ -244,17 +244,11 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
         "tokens_per_second": sum(row["tokens"] for row in steady)
         / max(sum(row["seconds"] for row in steady), 1e-9),
         "padding_fraction": 1 - tokens / places,
-        **_data_wait(steady),
     }
-
-
-def _data_wait(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the time that steps waited for their data; rows of earlier versions do not say."""
-    known = [row for row in rows if "data_wait" in row]
-    if not known:
-        return {}
-    seconds = max(sum(row["seconds"] for row in known), 1e-9)
-    return {"data_wait_fraction": sum(row["data_wait"] for row in known) / seconds}
+    if waits := [row for row in steady if "data_wait" in row]:  # older rows do not say
+        seconds = max(sum(row["seconds"] for row in waits), 1e-9)
+        figures["data_wait_fraction"] = sum(row["data_wait"] for row in waits) / seconds
+    return figures
 
 
 class Tracker(Protocol):
@@ -400,8 +394,9 @@ class Trackers:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send the row of a step to all of them."""
+        # Named train/loss, eval/loss, eval/loss/SOURCE.
         values = {
-            _tag(key): float(value)
+            f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}": float(value)
             for key, value in row.items()
             if key != "step" and isinstance(value, (int, float))
         }
@@ -430,9 +425,3 @@ class Trackers:
             f"{name} has failed and gets no more rows, the run goes on: "
             f"{type(error).__name__}: {error}"
         )
-
-
-def _tag(name: str) -> str:
-    """Name of a number in trackers: train/loss, eval/loss, eval/loss/SOURCE."""
-    kind, underscore, rest = name.partition("_")
-    return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"

@@ -47,14 +47,33 @@ class PipelineParallelism(Parallelism):
     name = "pp"
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
-        if config.parallel.pp > 1:
-            return _pipeline_problems(config)
-        chunks = config.parallel.chunks
-        lone = (
-            f"parallel.chunks = {chunks} needs parallel.pp of at least 2: on one rank chunks have "
-            "nobody to take turns with"
-        )
-        return [lone] * (chunks > 1)
+        model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
+        if stages == 1:
+            lone = (
+                f"parallel.chunks = {chunks} needs parallel.pp of at least 2: on one rank chunks "
+                "have nobody to take turns with"
+            )
+            return [lone] * (chunks > 1)
+        cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
+        problems = {
+            f"{cut} needs at least as many layers, model.num_layers is "
+            f"{model.num_layers}": model.num_layers < stages * chunks,
+            f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on "
+            "the last one only; add "
+            "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
+        }
+        if (
+            config.graph.enabled
+            and config.graph.scope is not None
+            and model.num_layers >= stages * chunks
+        ):
+            without = parts_without(
+                model, stages * chunks, config.graph.scope, stage_tokens(config)
+            )
+            problems[
+                f"graph.scope leaves nothing to capture on parts {without} of {cut}: add attn"
+            ] = bool(without)
+        return true_of(problems)
 
     def tried(self, layout: Layout) -> list[Layout]:
         return _shares(layout, self.name)
@@ -230,29 +249,6 @@ def _shares(layout: Layout, name: str) -> list[Layout]:
 def _has_replicas_alone(layout: Layout) -> bool:
     """Tells whether there are replicas, of a whole matrix, that share nothing yet."""
     return (layout.dp or 1) > 1 and layout.tp == layout.ep == 1
-
-
-def _pipeline_problems(config: TrainConfig) -> list[str]:
-    """Lists what keeps a run from being cut into pipeline stages."""
-    model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
-    cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
-    problems = {
-        f"{cut} needs at least as many layers, model.num_layers is "
-        f"{model.num_layers}": model.num_layers < stages * chunks,
-        f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on the "
-        "last one only; add "
-        "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
-    }
-    if (
-        config.graph.enabled
-        and config.graph.scope is not None
-        and model.num_layers >= stages * chunks
-    ):
-        lone = parts_without(model, stages * chunks, config.graph.scope, stage_tokens(config))
-        problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = (
-            bool(lone)
-        )
-    return true_of(problems)
 
 
 def _row_problems(config: TrainConfig) -> list[str]:

@@ -28,7 +28,7 @@ from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets, measure
 from packgraph.packing.capacity import places
 from packgraph.packing.pack import Overlong
-from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.plan import plan_context
 from packgraph.parallel.context.request import (
     COEFFICIENTS,
     PLACES,
@@ -301,7 +301,15 @@ def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
     multiple = common_multiple(choices)
     fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
     plan = plan_context([places(length, multiple) for length in fitting], request)
-    title = _context_title(config, plan, asked)
+    placed = [length for index, length in enumerate(plan.lengths) if index not in {*plan.left}]
+    costs = (
+        f"estimated for {config.preset}" if asked.costs is None else f"as measured by {asked.costs}"
+    )
+    title = (
+        f"{config.data.path or config.data.source}: {len(placed):,} documents of {min(placed)} to "
+        f"{max(placed):,} tokens on {request.world} ranks of {request.tokens:,} tokens, "
+        f"{len(plan.microsteps)} microbatches; costs {costs}"
+    )
     if asked.svg is not None:
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
@@ -398,22 +406,6 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
             ]
         )
     return found
-
-
-def _context_title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
-    left = set(plan.left)
-    placed = [length for index, length in enumerate(plan.lengths) if index not in left]
-    source = config.data.path or config.data.source
-    return (
-        f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on "
-        f"{plan.request.world} "
-        f"ranks of {plan.request.tokens:,} tokens, {len(plan.microsteps)} microbatches; costs "
-        + (
-            f"estimated for {config.preset}"
-            if asked.costs is None
-            else f"as measured by {asked.costs}"
-        )
-    )
 
 
 def introduction() -> str:

@@ -60,7 +60,6 @@ from packgraph.train.node_folders import (
 from packgraph.train.run_files import (
     CHECKSUM,
     RunFileError,
-    parse_json,
     read_json,
     sync_folder,
     writing,
@@ -498,8 +497,7 @@ def stored_config(folder: Path) -> StoredConfig:
             configuration.
     """
     path = folder / CONFIG
-    values = read_json(path)
-    if values and _has_checksum(path):
+    if values := read_json(path, checked=True):
         return StoredConfig(ConfigLayer(str(path), values))
     for checkpoint in checkpoints_by_step(folder / CHECKPOINTS):
         try:
@@ -517,7 +515,7 @@ def stored_config(folder: Path) -> StoredConfig:
             )
     # Of a run before configurations had checksums, or one that nothing can be said of.
     layer = load_file(path)
-    if not values and layer.values:
+    if layer.values and not read_json(path):
         raise ConfigError(
             [
                 f"{path}: damaged or edited: its checksum differs, and no checkpoint holds the "
@@ -537,13 +535,3 @@ def config_layer(path: Path, resume: bool) -> ConfigLayer:
     if resume and path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir():
         return stored_config(path.parent).layer
     return load_file(path)
-
-
-def _has_checksum(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        content: Any = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and CHECKSUM in content

@@ -90,72 +90,49 @@ def validate(
         f"run.tracker names {name}, which is not installed: pip install {name}, or leave it out"
         for name in missing_trackers(config.run.tracker)
     ]
-    found += _optimizer_problems(config, world) + _rule_problems(config, world)
-    found += _host_state_problems(config)
+    found += _optimizer_problems(config, world)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)
 
 
-def _rule_problems(config: TrainConfig, world: int) -> list[str]:
-    """Lists what keeps the rule of `optimizer.name` from the parameters as ranks have them."""
-    layout, name = config.parallel.layout(), config.optimizer.name
-    copies = max(1, world // (layout.pp * layout.tp))
-    muon = name == "muon"
-    return true_of(
-        {
-            f"optimizer.name = muon cannot serve {copies} ranks that share the update of one "
-            "matrix (parallel.dp x cp): Muon needs whole matrices, and each of them updates a "
-            "part; use adamw": muon and copies > 1,
-            f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank "
-            "has some rows or columns of a matrix; use adamw or adamw8bit": name
-            in ("muon", "adafactor")
-            and layout.tp > 1,
-            "optimizer.name = muon is not there yet for models of transformers and adapters "
-            "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
-            "adamw": muon and (config.hf.path is not None or config.lora.enabled),
-        }
-    )
-
-
-def _host_state_problems(config: TrainConfig) -> list[str]:
-    """Lists what keeps the optimizer's state from the host."""
-    name, resident = config.optimizer.name, config.optimizer.resident
-    if not config.optimizer.offload:
-        alone = f"optimizer.resident = {resident} is of a state on the host: say optimizer.offload"
-        return [f"{alone}, too, or leave it out"] if resident != AUTO else []
-    return true_of(
-        {
-            f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's "
-            "float32 state can be updated piece by piece; leave one of them out": name != "adamw",
-            "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs "
-            "its state on the device; leave one of them out": config.graph.enabled
-            and config.graph.optimizer,
-        }
-    )
-
-
 def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
-    """Lists what keeps the weights' update from being part of a graph, when that is asked for."""
-    if not (config.graph.enabled and config.graph.optimizer):
-        return []
-    parallel, granularity = config.parallel, config.graph.granularity
-    replicas = parallel.layout().replicas(world)
+    """Lists what keeps the rule of `optimizer.name` from the parameters as ranks have them, its
+    state from the host, and the update from being part of a graph, when these are asked for."""
+    parallel, graph, options = config.parallel, config.graph, config.optimizer
+    layout, name, muon = parallel.layout(), options.name, options.name == "muon"
+    copies, replicas = max(1, world // (layout.pp * layout.tp)), layout.replicas(world)
+    inside = graph.enabled and graph.optimizer
     untested = {
         "parallel.expert_stash": parallel.expert_stash > 0,
         "parallel.dispatcher = symmetric": parallel.dispatcher_name == "symmetric",
         "hf.path": config.hf.path is not None,
         "lora.rank": config.lora.enabled,
     }
-    others = [name for name, asked in untested.items() if asked]
+    others = true_of(untested)
     moved = others + (["offload.modules"] if config.offload.modules else [])
-    return true_of(
-        {
-            f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph "
-            "lasts until the update": granularity != "step",
-            f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
-            f"{' and '.join(moved)}: leave one of them out": parallel.pp > 1 and bool(moved),
-            f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
-            f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
-        }
-    )
+    problems = {
+        f"graph.optimizer needs graph.granularity = step, not {graph.granularity}: no other graph "
+        "lasts until the update": inside and graph.granularity != "step",
+        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
+        f"{' and '.join(moved)}: leave one of them out": inside and parallel.pp > 1 and bool(moved),
+        f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
+        f"{' and '.join(others)}: leave one of them out": inside and replicas > 1 and bool(others),
+        f"optimizer.name = muon cannot serve {copies} ranks that share the update of one matrix "
+        "(parallel.dp x cp): Muon needs whole matrices, and each of them updates a part; use "
+        "adamw": muon and copies > 1,
+        f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank has "
+        "some rows or columns of a matrix; use adamw or adamw8bit": name in ("muon", "adafactor")
+        and layout.tp > 1,
+        "optimizer.name = muon is not there yet for models of transformers and adapters "
+        "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
+        "adamw": muon and (config.hf.path is not None or config.lora.enabled),
+        f"optimizer.resident = {options.resident} is of a state on the host: say "
+        "optimizer.offload, too, or leave it out": not options.offload and options.resident != AUTO,
+        f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's float32 "
+        "state can be updated piece by piece; leave one of them out": options.offload
+        and name != "adamw",
+        "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs its "
+        "state on the device; leave one of them out": options.offload and inside,
+    }
+    return true_of(problems)

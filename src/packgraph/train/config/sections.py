@@ -306,13 +306,9 @@ class ParallelConfig:
             f"shard_ranks = {ranks} is how many replicas share a layer, but shard = none shares "
             "none; give shard = parameters, or leave it out": ranks > 1 and self.shard == "none",
         }
-        problems |= self._stash_problems()
-        _refuse(problems)
-
-    def _stash_problems(self) -> dict[str, bool]:
         device, host, rows = self.expert_stash, self.expert_stash_host, self.expert_stash_page_rows
         text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
-        return {
+        problems |= {
             f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
             or 0 < device + max(host, 0) < 1,
             f"expert_stash_host must not be negative, got {host}": host < 0,
@@ -326,6 +322,7 @@ class ParallelConfig:
             "between the last layer's forward and its backward; leave it out": self.pp > 1
             and self.expert_stash_resident,
         }
+        _refuse(problems)
 
     def layout(self) -> Layout:
         """The ranks along each axis."""

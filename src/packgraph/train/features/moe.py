@@ -269,7 +269,7 @@ class Overflow:
         whole: give all the room that there can ever be need for. A layer that had too little hides
         what the layers behind it need, so one attempt may only show the next lack.
         """
-        needed, told = self._largest("demand"), []
+        needed, told = self.take_demand("demand"), []
         self.blocked.zero_()
         if needed:
             give_room(self._blocks, math.inf if whole else needed * SPARE)
@@ -287,14 +287,12 @@ class Overflow:
         return "; ".join(told) or "another rank had too little room"
 
     @torch.no_grad()
-    def lacked_in_evaluation(self) -> float:
-        """0, or the most room over that of a balanced load that an evaluation would have needed on
-        any rank and had not. Collective; waits for the device."""
-        return self._largest("evaluation_demand")
+    def take_demand(self, buffer: str) -> float:
+        """The largest demand of any rank in `buffer` of its blocks, which begins anew: times the
+        room of a balanced load, 0 where nothing was lacking. Collective; waits for the device.
 
-    def _largest(self, buffer: str) -> float:
-        """The largest demand of any rank in this buffer of its blocks, which begins anew, over that
-        of a balanced load."""
+        buffer: `demand` of training, or `evaluation_demand`.
+        """
         largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
         for block in self._blocks:
             demand = getattr(block, buffer)
