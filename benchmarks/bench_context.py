@@ -48,7 +48,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.config.values import Count, option

@@ -52,7 +52,7 @@ from packgraph.parallel.pipeline.schedule import (
     simulate,
     slot_counts,
 )
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.values import Count, option
 

@@ -44,7 +44,7 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS, choose_backend
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, Mesh
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.values import Count, option
 from packgraph.train.feed import count_loss_tokens, shares
 

@@ -38,7 +38,7 @@ from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.symmetric_memory import most_symmetric_bytes
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import (
     DataConfig,

@@ -144,9 +144,8 @@ def _other_errors() -> tuple[type[Exception], ...]:
     """Errors that commands raise for their users, imported only once something was raised."""
     from packgraph.graphs.errors import CaptureError
     from packgraph.models.hf import WeightsError
-    from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LostRankError
-    from packgraph.parallel.processes import LaunchError
+    from packgraph.parallel.ranks import LaunchError, LostPartnersError
     from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.data import DataError
     from packgraph.train.run_files import RunFileError
@@ -158,8 +157,8 @@ def _other_errors() -> tuple[type[Exception], ...]:
 
 def _explain(error: Exception) -> int:
     """Say what went wrong; returns the exit code."""
-    from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LOST, LostRankError
+    from packgraph.parallel.ranks import LostPartnersError
     from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     is_failure = isinstance(error, NonFiniteLossError | SpikeError)
@@ -311,7 +310,7 @@ def _train(words: list[str]) -> int:
             [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
         )
     with _long_imports():
-        from packgraph.parallel.processes import Launch
+        from packgraph.parallel.ranks import Launch
         from packgraph.train.launch import closing_lines, train
 
     folder, summary = train(config, dotted(read.overrides.values))

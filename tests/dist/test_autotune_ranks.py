@@ -16,7 +16,7 @@ from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import on_first
+from packgraph.parallel.ranks import on_first
 from packgraph.train.autotune import FASTER, TIMED, Autotune
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.config.values import render

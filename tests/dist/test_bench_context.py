@@ -14,7 +14,7 @@ from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.feed import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")

@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from packgraph import cli
 from packgraph.train import launch
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 first, second = int(sys.argv[1]), int(sys.argv[2])
 launch.available_memory = lambda *_: (first, second)[Launch.read().rank]
 sys.exit(cli.main(sys.argv[3:]))

@@ -13,9 +13,9 @@ from shardedkit import broken, settings, train
 from tracekit import differences
 from trainkit import RandomPacks
 
-from packgraph.parallel.consensus import stage_consensus
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.ranks import stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.feed import MicrobatchAssignment

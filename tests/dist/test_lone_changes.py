@@ -25,11 +25,11 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import APART
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel import consensus
-from packgraph.parallel.consensus import StoreConsensus
+from packgraph.parallel import ranks as consensus
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import parts_of
+from packgraph.parallel.ranks import StoreConsensus
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest

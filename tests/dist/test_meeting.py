@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from packgraph.parallel.meeting import met
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch, met
 
 pytestmark = pytest.mark.dist
 RANKS = """
@@ -19,7 +18,7 @@ import os, sys, time
 from datetime import timedelta
 from packgraph.parallel.heartbeat import LostRankError, signs_of_life
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, from_all, processes
+from packgraph.parallel.ranks import Launch, from_all, processes
 import torch
 launch, how = Launch.read(), sys.argv[1]
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packgraph.cli import main
 from packgraph.parallel.mesh import Layout, make_mesh, single_process
-from packgraph.parallel.processes import ADDRESS, NUMBERS, Launch, processes
+from packgraph.parallel.ranks import ADDRESS, NUMBERS, Launch, processes
 
 
 def test_dp_follows_from_the_other_axes():
@@ -130,7 +130,7 @@ def test_ranks_are_connected_before_anything_fills_their_devices(monkeypatch):
 
     for name in ("init_process_group", "all_reduce", "barrier", "destroy_process_group"):
         monkeypatch.setattr(dist, name, noted(name))
-    monkeypatch.setattr("packgraph.parallel.processes.make_mesh", noted("mesh"))
+    monkeypatch.setattr("packgraph.parallel.ranks.make_mesh", noted("mesh"))
     with processes(Layout(), torch.device("cpu"), Launch(world=2)):
         calls.append("work")
     assert calls[:4] == ["init_process_group", "all_reduce", "mesh", "work"]

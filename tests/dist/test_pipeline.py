@@ -106,7 +106,7 @@ class OneGroup(SerialLinks):
     """All edges of a direction share one process group, which serves its transfers in order."""
 
     def group(self, stage, direction):
-        return self._everyone if direction == "forward" else self._control
+        return self._everyone if direction == "forward" else self.control
 
 
 class BlockingLinks(Links):

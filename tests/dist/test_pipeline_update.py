@@ -24,12 +24,12 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.mlp import RMSNorm
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.consensus import replica_consensus, stage_consensus
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import Links
+from packgraph.parallel.ranks import replica_consensus, stage_consensus
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.random_state import random_states
@@ -346,7 +346,7 @@ def test_without_the_agreement_others_would_wait_for_it(tmp_path):
     """Negative control: a step that is new to all is captured by one rank, and the others are not
     at the meeting before it."""
     settings = config(graph={"strict": False})
-    alone = mock.patch("packgraph.train.strategies.agreement_of_all", return_value=own)
+    alone = mock.patch("packgraph.train.strategies.unanimous", return_value=own)
     with alone, pytest.raises(RankFailed, match="did not finish in time"):
         ranks(
             PP2, str(tmp_path / "g"), settings, "bypass", function=train_spoilt, seconds=25.0

@@ -14,13 +14,13 @@ from trainkit import RandomPacks, tiny
 from packgraph.graphs import capture as capture_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.parallel.consensus import (
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.ranks import (
     LostPartnersError,
     StoreConsensus,
     replica_consensus,
     stage_consensus,
 )
-from packgraph.parallel.mesh import Layout
 from packgraph.train import memory as memory_budget
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.feed import take_step

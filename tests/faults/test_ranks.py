@@ -145,7 +145,7 @@ STUCK = """
 import time
 import torch.distributed as dist
 from packgraph.parallel.heartbeat import Heartbeat
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 with Heartbeat(store, Launch(), 5.0) as whereabouts:
     whereabouts.limit = 1.0

@@ -23,7 +23,7 @@ from packgraph.bench.models import draw_batches
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes, make_mesh
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.memory.allocator import most_reserved
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.command_line import parse_arguments
 from packgraph.train.config.presets import PRESETS, preset
 from packgraph.train.config.reading import read_config

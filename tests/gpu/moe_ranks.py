@@ -24,7 +24,7 @@ from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.peer_read import kernel as pull_kernel
 from packgraph.moe.peer_read.buffers import SymmetricBuffers, meet
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 
 HIDDEN, EXPERTS = 2048, 64
 

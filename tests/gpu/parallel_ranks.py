@@ -20,7 +20,7 @@ from packgraph.ops.linear import NATIVE
 from packgraph.ops.symmetric_memory import symmetric_bytes
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels
 
 CAPACITIES = (Capacity(1024, 16), Capacity(2048, 32))

@@ -15,7 +15,7 @@ import time
 import torch
 
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.config.presets import preset
 from packgraph.train.config.sections import ParallelConfig

@@ -31,7 +31,7 @@ from packgraph.ops.linear import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.sections import (
     GraphConfig,
     OffloadConfig,

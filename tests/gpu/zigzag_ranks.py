@@ -28,7 +28,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels
 
 CAPACITY, WORDS = Capacity(4096, 64), 512

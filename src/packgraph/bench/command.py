@@ -15,7 +15,7 @@ from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Column, Rows, facts
 from packgraph.bench.timing import Deadline
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.values import shown

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from packgraph.bench.models import PARTS, SHAPES
 from packgraph.bench.rows import Row
 from packgraph.ops.attention.api import BACKENDS
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.config.values import CommandArguments, Count, option
 
 KILO = 1024

@@ -12,7 +12,7 @@ and before it begins, whether they still can:
     rank 1   call 7   changed ─▶ nobody comes ─▶ runs eagerly, and says so
 
 Calls are counted, so a meeting has a place, and a rank that replays asks nobody. Who comes decides
-at once and for all (`parallel/consensus.py`): all capture, or all run that call eagerly. A rank
+at once and for all (`parallel/ranks.py`): all capture, or all run that call eagerly. A rank
 that waited in vain runs eagerly without waiting again, until all ranks have waited in vain; then
 they meet in calls of certain numbers, ever more rarely.
 """

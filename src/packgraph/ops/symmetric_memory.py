@@ -86,7 +86,7 @@ class SymmetricMemory:
             raise RuntimeError(
                 "symmetric memory cannot be allocated while a graph is captured: make it before"
             )
-        # As for NCCL (parallel/processes.py): multicast memory is not freed when graphs that used
+        # As for NCCL (parallel/ranks.py): multicast memory is not freed when graphs that used
         # it are.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         if symmetric.get_backend(device) != "CUDA":

@@ -32,8 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from packgraph.parallel.meeting import met
-from packgraph.parallel.processes import TIMEOUT, Launch, check_address
+from packgraph.parallel.ranks import TIMEOUT, Launch, check_address, met
 
 LOST = 69  # exit code of a rank that ends because of another one (EX_UNAVAILABLE of sysexits.h)
 INTERVAL = 0.5  # seconds between two beats

@@ -262,8 +262,8 @@ class Mesh:
     experts are shared, along `copies` and `expert_copies` where more axes than dp have data of
     their own; those of `Layout.sharing_ranks`; `context N`: the N ranks that share a row with this
     one where their number changes.
-    host_group: of all processes, over which they exchange objects of the host; None: the default
-    one. A thread beside the main one needs its own (`beside`).
+    host_group: of all processes, over which they exchange objects of the host; None where there is
+    one process only. A thread beside the main one needs its own (`beside`).
     """
 
     layout: Layout
@@ -360,7 +360,9 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     resolved, rank = layout.resolved(dist.get_world_size()), dist.get_rank()
     names, sizes = zip(*((axis.name, axis.size) for axis in resolved.axes), strict=True)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return Mesh(resolved, rank, _place(resolved, rank), devices, _made_groups(resolved, rank))
+    made = _made_groups(resolved, rank)
+    everyone = dist.group.WORLD if dist.get_world_size() > 1 else None
+    return Mesh(resolved, rank, _place(resolved, rank), devices, made, everyone)
 
 
 def _place(layout: Layout, rank: int) -> dict[str, int]:

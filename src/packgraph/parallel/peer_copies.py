@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.ops.symmetric_memory import SymmetricMemory, hosts_problem, symmetric_problem
+from packgraph.parallel.ranks import gather
 
 
 class Exchange(Protocol):
@@ -186,8 +187,7 @@ def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers |
         made = CudaPeers(group, device)
     except RuntimeError as error:
         problem = f"rank {dist.get_rank(group)}: {error}"
-    problems = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    problems = gather(group, problem)
     if made is not None and not any(problems):
         made.barrier()  # builds what first ones build; no rank waits for one that has failed
         with made.beside() as done:

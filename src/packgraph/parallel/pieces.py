@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import gather
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 _MARK = "packgraph_part"
@@ -247,7 +248,7 @@ def collect_over(
     group: dist.ProcessGroup | None, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """The same over the ranks of `group`, None = this process alone, on the first of them."""
-    world, own = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    own = 0 if group is None else dist.get_rank(group)
     parts = {name: parts_of(tensor) for name, tensor in tensors.items()}
     mine = {
         name: Holding(
@@ -257,10 +258,7 @@ def collect_over(
         )
         for name, tensor in tensors.items()
     }
-    held: list[Any] = [mine]
-    if world > 1:
-        held = [None] * world
-        dist.all_gather_object(held, mine, group=group)
+    held = gather(group, mine)
     device = next(
         (part.device for found in parts.values() for _, part in found), torch.device("cpu")
     )

@@ -34,6 +34,7 @@ from packgraph.graphs.wrapper import Wrapper
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.data import FlatParameters, accumulating_nodes
 from packgraph.parallel.flat_buffers import Member
+from packgraph.parallel.ranks import gather
 
 Reduce = Literal["mean", "sum"]
 
@@ -426,8 +427,7 @@ def check_same_parameters(module: nn.Module, group: dist.ProcessGroup, name: str
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named.items()
     ]
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, ours, group=group)
+    every: list[Any] = gather(group, ours)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             pairs = zip([*every[0], None], [*theirs, None], strict=False)

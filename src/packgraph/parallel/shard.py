@@ -19,12 +19,12 @@ from packgraph.graphs.errors import described
 from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
-from packgraph.parallel.consensus import consensus_over
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.deferred import Piece, defer, region, values_of
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
+from packgraph.parallel.ranks import consensus_over
 from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 

@@ -31,13 +31,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
 from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.fallback import eager
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.values import render
 from packgraph.train.feed import MicrobatchAssignment, StepPack
 
@@ -322,7 +322,7 @@ class Autotune:
             for bucket in ripe
             for number in (*self._medians(bucket, FEWEST_SAMPLES), *self._counts(bucket))
         ]
-        every = self._gather(facts)
+        every = gather_numbers(self._mesh.everyone(), facts)
         for at, bucket in enumerate(ripe):
             votes = [of[4 * at : 4 * at + 4] for of in every]
             choice = choose((vote[0], vote[1]) for vote in votes)
@@ -356,7 +356,9 @@ class Autotune:
             return True
         self._knows_room = True
         facts = [self._graphs.pool_bytes() * SPARE / 2**30, free_bytes(self._device) / 2**30]
-        needed, free = max(self._gather(facts), key=lambda pair: pair[0] - pair[1])
+        needed, free = max(
+            gather_numbers(self._mesh.everyone(), facts), key=lambda pair: pair[0] - pair[1]
+        )
         if needed > free:
             self.off = (
                 f"an eager step beside the graphs needs about {needed:.2f} GiB, and {free:.2f} GiB "
@@ -364,15 +366,6 @@ class Autotune:
             )
             note(f"replay is not timed against eager, it is taken for the faster one: {self.off}")
         return not self.off
-
-    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank; as many on each."""
-        if self._mesh.everyone() is None:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(self._mesh.world)]
-        dist.all_gather(every, mine, group=self._mesh.everyone())
-        return [row.tolist() for row in every]
 
 
 def _eagerly(reason: str | None) -> contextlib.AbstractContextManager[None]:

@@ -13,8 +13,8 @@ import torch
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
-from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
 from packgraph.train.checkpoint.weights import load_weights

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from packgraph.models.decoder import ModelChunks
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import from_all
+from packgraph.parallel.ranks import from_all
 from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import Microbatches
 from packgraph.train.features.context import undisturbed

@@ -28,9 +28,16 @@ from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
-from packgraph.parallel.meeting import decided_by_first
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import Launch, from_all, on_first, processes, set_nccl
+from packgraph.parallel.ranks import (
+    Launch,
+    decided_by_first,
+    everywhere,
+    from_all,
+    on_first,
+    processes,
+    set_nccl,
+)
 from packgraph.train.config.reading import ConfigError, differences, to_dict
 from packgraph.train.config.sections import DataConfig, TrainConfig
 from packgraph.train.config.values import shown
@@ -52,7 +59,7 @@ from packgraph.train.features.context import context_notes, context_request, pla
 from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
-from packgraph.train.memory import agreement, available_memory, check_memory
+from packgraph.train.memory import available_memory, check_memory
 from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
 from packgraph.train.progress import ProgressView, left_out_line
@@ -296,7 +303,7 @@ def _train(
             available,
             launch.world,
             launch.rank,
-            agreement(mesh.everyone(), device),
+            partial(everywhere, mesh.everyone()),
         )
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")

@@ -54,7 +54,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.errors import CaptureError
@@ -96,20 +95,6 @@ def limit_of(budget: str | None, device: torch.device) -> int | None:
     `budget_bytes`."""
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return None if budget is None else budget_bytes(budget, total)
-
-
-def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree:
-    """A question to all ranks of `group` (None: this process alone): is it so everywhere?
-    Collective."""
-    if group is None:
-        return lambda mine: mine
-
-    def agree(mine: bool) -> bool:
-        told = torch.tensor(int(mine), device=device)
-        dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
-        return bool(told.item())
-
-    return agree
 
 
 @dataclass(frozen=True)

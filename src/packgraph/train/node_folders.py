@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import from_all, on_each, on_first
+from packgraph.parallel.ranks import from_all, on_each, on_first
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.run_files import WRITING, digest_of
 

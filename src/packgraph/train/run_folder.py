@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import from_all, on_each, on_first
+from packgraph.parallel.ranks import from_all, on_each, on_first
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
     STATE,

@@ -29,6 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +49,11 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.models.recompute import FULL
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.consensus import agreement_of_all
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.executor import Pipeline, StepUpdate
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
+from packgraph.parallel.ranks import everywhere, unanimous
 from packgraph.train.autotune import Autotune
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import GraphConfig, TrainConfig
@@ -60,7 +61,7 @@ from packgraph.train.features.context import rank_rows
 from packgraph.train.features.offload import TrainerOffloading
 from packgraph.train.features.recompute import LeastRecompute
 from packgraph.train.feed import StepPack, count_loss_tokens
-from packgraph.train.memory import MemoryPlan, agreement, available_memory, limit_of, plan_memory
+from packgraph.train.memory import MemoryPlan, available_memory, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
 
 OFF = "graphs are off"
@@ -263,14 +264,14 @@ class Executor:
             self.slots,
             capacities,
             limit,
-            agreement(self.everyone, self._device),
+            partial(everywhere, self.everyone),
             self._consensus,
         )
 
     def _new_search(self) -> LeastRecompute:
         limit = limit_of(self._options.memory_budget, self._device)
         room = available_memory(self._device) if limit is None else limit
-        return LeastRecompute(self.graphed, room, agreement(self.everyone, self._device))
+        return LeastRecompute(self.graphed, room, partial(everywhere, self.everyone))
 
     def _needed(self) -> int | None:
         """Bytes of graphs of the largest capacity; None where a trial failed."""
@@ -696,7 +697,7 @@ class PipelineExecutor(Executor):
             row_parts=config.parallel.row_parts,
             rank_rows=rank_rows(config),
             updates=options.optimizer,
-            agreement=agreement_of_all(mesh) if options.optimizer else None,
+            agreement=unanimous(mesh.host_group) if options.optimizer else None,
         )
         self._update: StepUpdate | None = None
 

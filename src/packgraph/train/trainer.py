@@ -37,7 +37,7 @@ from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import TIMEOUT, on_first
+from packgraph.parallel.ranks import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels

@@ -44,7 +44,7 @@ from packgraph.ops.float8.linear import is_float8
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
-from packgraph.parallel.processes import on_first
+from packgraph.parallel.ranks import from_all, on_first
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.feed import Packs
 from packgraph.verification.compare import Difference, bits
@@ -95,12 +95,8 @@ def copies(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, boo
         for name, tensor in tensors.items()
         for corner, part in parts_of(tensor)
     }
-    every: list[Any] = [mine]
-    if mesh.world > 1:
-        every = [None] * mesh.world
-        dist.all_gather_object(every, mine)
     found: dict[Any, list[int]] = defaultdict(list)
-    for sums in every:
+    for sums in from_all(mesh, mine):
         for place, value in sums.items():
             found[place].append(value)
     equal: dict[str, bool] = {}
@@ -385,7 +381,4 @@ def verify_ranks(
 
 def of_every_rank(mine: VerifyReport, mesh: Mesh) -> tuple[VerifyReport, ...]:
     """The reports of all ranks; collective."""
-    every = [mine] * mesh.world
-    if mesh.world > 1:
-        dist.all_gather_object(every, mine)
-    return tuple(every)
+    return tuple(from_all(mesh, mine))

@@ -19,7 +19,7 @@ from packgraph.graphs.agreement import (
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import APART
 from packgraph.graphs.graphed import control
-from packgraph.parallel.consensus import StoreConsensus
+from packgraph.parallel.ranks import StoreConsensus
 
 
 class Recorded:
@@ -114,8 +114,8 @@ def test_a_meeting_waits_for_what_the_device_still_exchanges():
     """A host that runs ahead would meet another call of another rank."""
     order, store = [], dist.HashStore()
     with (
-        mock.patch("packgraph.parallel.consensus._get_default_store", return_value=store),
-        mock.patch("packgraph.parallel.consensus.dist.get_rank", return_value=0),
+        mock.patch("packgraph.parallel.ranks._get_default_store", return_value=store),
+        mock.patch("packgraph.parallel.ranks.dist.get_rank", return_value=0),
         mock.patch("torch.cuda.is_initialized", return_value=True),
         mock.patch("torch.cuda.synchronize", side_effect=lambda: order.append("device")),
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packgraph import cli
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.config.presets import preset
 from packgraph.train.launch import closing_lines, next_commands
 from packgraph.train.metrics import summarize

@@ -18,7 +18,7 @@ from packgraph import cli
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.processes import Launch
+from packgraph.parallel.ranks import Launch
 from packgraph.train.autotune import EAGER, FASTER, Autotune, Choice
 from packgraph.train.checkpoint.reader import tensor_entries
 from packgraph.train.checkpoint.writer import best_checkpoint, latest_checkpoint, load_tensors

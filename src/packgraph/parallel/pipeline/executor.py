@@ -37,6 +37,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.links import Links, Transfer
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows
 from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_counts
+from packgraph.parallel.ranks import gather_numbers, unanimous
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
@@ -192,7 +193,7 @@ class Pipeline:
         self._updates = updates
         self._whole: GraphedStep | None = None
         if whole_steps:
-            self._whole = self._graphed_step(agreement or _agreement_over(links))
+            self._whole = self._graphed_step(agreement or unanimous(links.control))
             self._whole.all_agree = agreement is not None or links.connects_all
 
     def _graphed_step(self, agreement: Agreement) -> GraphedStep:
@@ -238,7 +239,7 @@ class Pipeline:
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
             chunk.build([self.sample_arguments(index, batch) for batch in samples], count)
             failed += chunk.failures
-        if any(facts[0] for facts in self.links.gather_facts([failed])):
+        if any(count for (count,) in gather_numbers(self.links.control, [failed])):
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
@@ -494,10 +495,11 @@ class Pipeline:
 
     def _agree(self, batches: Sequence[PackedBatch]) -> None:
         text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)
-        facts = self.links.gather_facts([len(batches), zlib.crc32(text.encode())])
+        mine = [len(batches), zlib.crc32(text.encode())]
+        facts = gather_numbers(self.links.control, mine)
         if any(other != facts[0] for other in facts):
             pairs = zip(self.links.ranks, facts, strict=True)
-            counts = ", ".join(f"rank {rank}: {other[0]}" for rank, other in pairs)
+            counts = ", ".join(f"rank {rank}: {other[0]:.0f}" for rank, other in pairs)
             raise PipelineError(
                 "the ranks of this pipeline were given different microbatches in one step (counts: "
                 f"{counts}; or other lengths or capacities). Every rank must pack the same "
@@ -651,16 +653,6 @@ class Pipeline:
         for leaving in self._leaving.values():
             while leaving:
                 leaving.popleft().finish()
-
-
-def _agreement_over(links: Links) -> Agreement:
-    """Among the ranks of a pipeline: what a step is to them, if it is the same to each."""
-
-    def agreed(standing: Standing) -> Standing:
-        every = links.gather_facts([standing])
-        return standing if all(facts == [standing] for facts in every) else Standing.EAGER
-
-    return agreed
 
 
 def _without_company(chunks: Sequence[Control]) -> list[Control]:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import from_all
 
 STEPS = {"forward": 1, "backward": -1}
 
@@ -54,20 +55,16 @@ class _NothingSent:
 class Links:
     """The links of the pipeline that this process belongs to.
 
-    ranks: the global ranks of this pipeline, in stage order.
+    ranks: the global ranks of this pipeline, in stage order. control: their group on the host, None
+    = this process alone.
     """
 
     def __init__(
         self, ranks: Sequence[int], groups: dict[str, Any], everyone: Any, control: Any
     ) -> None:
-        """groups: process groups by edge name. everyone: all ranks, on the device. control: all
-        ranks, on the host."""
-        self.ranks, self._groups, self._everyone, self._control = (
-            list(ranks),
-            groups,
-            everyone,
-            control,
-        )
+        """groups: process groups by edge name. everyone: all ranks, on the device."""
+        self.ranks, self._groups, self._everyone = list(ranks), groups, everyone
+        self.control: dist.ProcessGroup | None = control
         self.rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self._is_silent = False
 
@@ -130,16 +127,6 @@ class Links:
                 elif partner == self.rank:
                     dist.recv(token, self.ranks[stage], group=self.group(stage, direction))
 
-    def gather_facts(self, facts: Sequence[int]) -> list[list[int]]:
-        """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of
-        them."""
-        if self.size == 1:
-            return [list(facts)]
-        mine = torch.tensor(facts, dtype=torch.int64)
-        every = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(every, mine, group=self._control)
-        return [row.tolist() for row in every]
-
     def sum(self, tensor: torch.Tensor) -> None:
         """Add `tensor` up over the ranks of the pipeline, in place."""
         if self.size > 1:
@@ -200,8 +187,7 @@ def tie_groups(mesh: Mesh, names: Sequence[str]) -> dict[str, dist.ProcessGroup]
     """
     if mesh.size("pp") == 1:
         return {}
-    everyones: list[list[str]] = [[] for _ in range(mesh.world)]
-    dist.all_gather_object(everyones, list(names))
+    everyones = from_all(mesh, list(names))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     mine: dict[str, dist.ProcessGroup] = {}
     for pipeline in pipelines(mesh):

@@ -28,7 +28,7 @@ from torch import Tensor
 from packgraph.graphs.checks.random_state import QUIET_THREAD
 from packgraph.parallel.heartbeat import Whereabouts, is_broken_connection
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import beside, from_all
+from packgraph.parallel.ranks import beside, from_all
 from packgraph.train.checkpoint.staging import Staging, staged_bytes
 from packgraph.train.checkpoint.writer import save_checkpoint
 from packgraph.train.memory import available_memory

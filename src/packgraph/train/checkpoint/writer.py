@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import from_all, on_each, on_first
+from packgraph.parallel.ranks import from_all, on_each, on_first
 from packgraph.train.checkpoint.reader import (
     CheckpointError,
     PlainWriter,

@@ -37,7 +37,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from packgraph.graphs.backend import synchronize
@@ -60,6 +59,7 @@ from packgraph.parallel.context.request import (
 )
 from packgraph.parallel.context.rows import context_choice
 from packgraph.parallel.mesh import Mesh, context_sizes
+from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import true_of
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
@@ -402,16 +402,7 @@ def time_row(run_step: RunStep, device: torch.device, slowest: Slowest) -> TimeR
 
 def slowest_rank(mesh: Mesh) -> Slowest:
     """The largest number of all ranks; waits for all of them."""
-    group = mesh.everyone()
-
-    def slowest(number: float) -> float:
-        if group is None:
-            return number
-        every = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
-        return every.item()
-
-    return slowest
+    return lambda number: max(gather_numbers(mesh.everyone(), [number]))[0]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.models.hf import WeightsError
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import from_all
+from packgraph.parallel.ranks import from_all
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig

@@ -45,6 +45,7 @@ from packgraph.offloading.simulate import simulate_offload
 from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
+from packgraph.parallel.ranks import from_all, gather
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.features.recompute import AUTO, recomputed_stages
@@ -196,10 +197,7 @@ class TrainerOffloading:
 
     def _agree(self, problems: list[str], told: bool = False) -> list[bool]:
         """Gathers what all ranks tell. Raises ConfigError with the problems of all of them."""
-        every = [(problems, told)]
-        if self._everyone is not None:
-            every = [([], False) for _ in range(dist.get_world_size(self._everyone))]
-            dist.all_gather_object(every, (problems, told), group=self._everyone)
+        every = gather(self._everyone, (problems, told))
         if found := list(dict.fromkeys(itertools.chain(*(problems for problems, _ in every)))):
             raise ConfigError(found)
         return [told for _, told in every]
@@ -343,13 +341,9 @@ def report_offloading(
     """Write `folder`/offload and tell `note` the table, on rank 0. Collective: all ranks say what
     they have planned. Raises RunFileError."""
     mine = [planner.planned for planner in offloading.planners if planner.planned is not None]
-    every: list[list[Planned]] = [mine]
-    if mesh.everyone() is not None:
-        every = [[] for _ in range(mesh.world)]
-        dist.all_gather_object(every, mine, group=mesh.everyone())
     known = [
         (f"rank {rank}" + (f" chunk {chunk}" if len(chunks) > 1 else ""), planned)
-        for rank, chunks in enumerate(every)
+        for rank, chunks in enumerate(from_all(mesh, mine))
         for chunk, planned in enumerate(chunks)
     ]
     if mesh.rank != 0 or not known:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packgraph.parallel.processes import Launch, set_nccl
+from packgraph.parallel.ranks import Launch, set_nccl
 from packgraph.train import launch as training
 from packgraph.train.config.reading import ConfigError
 
