@@ -19,7 +19,6 @@ they meet in calls of certain numbers, ever more rarely.
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import nn
 
@@ -30,47 +29,32 @@ MEETING_CALLS = 16  # from one meeting of ranks that have waited in vain to the 
 _MOST_DOUBLED = 10
 
 
-class Consensus(Protocol):
-    """Communication between ranks that capture together."""
+class Consensus:
+    """Communication between ranks that capture together; this class is that of a lone process."""
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
         """Returns the error of a capture that failed on any rank, or None. what: the capture in
         words. error: why it failed here, or None. All ranks must ask."""
+        return error
 
     def join(self) -> str:
         """A name for the meetings of one more module, the same on all ranks."""
+        return ""
 
     def meet(self, place: str, wish: tuple[str, str]) -> str:
         """Waits for all ranks at `place`, but not for ever; `verdict` of their wishes, or EAGER on
         all ranks if any has not come."""
+        return wish[0]
 
     def note(self, fact: str) -> None:
         """Lets other ranks know `fact` of this one."""
 
     def all_noted(self, fact: str) -> bool:
         """Returns whether all ranks have noted `fact`; waits for nobody."""
-
-
-class _Alone:
-    """The consensus of a process that exchanges nothing."""
-
-    def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
-        return error
-
-    def join(self) -> str:
-        return ""
-
-    def meet(self, place: str, wish: tuple[str, str]) -> str:
-        return wish[0]
-
-    def note(self, fact: str) -> None:
-        """There is nobody to know it."""
-
-    def all_noted(self, fact: str) -> bool:
         return True
 
 
-alone: Consensus = _Alone()
+alone = Consensus()
 # By identity of the module, which need not be hashable; an attribute of it would be watched.
 _CONSENSUS_OF: dict[int, Consensus] = {}
 
@@ -107,21 +91,12 @@ class JointCaptures:
 
     Attributes:
         calls: Calls of the module so far; equally many on all ranks.
+        consensus: Communication with the other ranks.
         is_alone: Whether this rank captures as it likes.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.consensus = alone
-
-    @property
-    def consensus(self) -> Consensus:
-        """Communication with the other ranks."""
-        return self._consensus
-
-    @consensus.setter
-    def consensus(self, consensus: Consensus) -> None:
-        self._consensus, self._name = consensus, consensus.join()
+    def __init__(self, consensus: Consensus = alone) -> None:
+        self.calls, self.consensus, self._name = 0, consensus, consensus.join()
         self.is_alone = consensus is alone
         self._in_vain, self._agreed = 0, 0
         self._last = -1, "", EAGER
@@ -137,12 +112,20 @@ class JointCaptures:
         if self.is_alone:
             return wish
         call, told, found = self._last
-        if call != self.calls:
-            found = self._meet(wish, what) if self._may_meet() else EAGER
-            self._last, self._owed = (self.calls, what, found), None if found == EAGER else what
-            return found
-        # Who has started over by now captures. Another call at the same time is another thread's.
-        return CAPTURE if found != EAGER and told == what else EAGER
+        if call == self.calls:
+            # Who has started over by now captures. Another call at the same time is of another
+            # thread.
+            return CAPTURE if found != EAGER and told == what else EAGER
+        found, doubled = EAGER, min(max(self._in_vain - 1, 0), _MOST_DOUBLED)
+        is_time = not self.calls % (MEETING_CALLS << doubled)
+        if not self._in_vain or (is_time and self.consensus.all_noted(self._fact)):
+            found = self.consensus.meet(f"{self._name}/{self.calls}", (wish, what))
+            if found == EAGER:
+                self._part()
+            else:
+                self._in_vain, self._agreed = 0, self._agreed + 1
+        self._last, self._owed = (self.calls, what, found), None if found == EAGER else what
+        return found
 
     def confirm(self, error: CaptureError | None = None) -> CaptureError | None:
         """Votes on the capture that all ranks agreed on in the present call, once, before it
@@ -157,7 +140,7 @@ class JointCaptures:
         what, self._owed = self._owed, None
         if what is None:
             return None
-        failed = self._consensus(what, error)
+        failed = self.consensus(what, error)
         if failed is not None:
             self._last = self.calls, what, EAGER
             self._part()
@@ -168,22 +151,8 @@ class JointCaptures:
         """True if other ranks wait for `confirm`."""
         return self._owed is not None
 
-    def _may_meet(self) -> bool:
-        if not self._in_vain:
-            return True
-        doubled = min(self._in_vain - 1, _MOST_DOUBLED)
-        return not self.calls % (MEETING_CALLS << doubled) and self._consensus.all_noted(self._fact)
-
-    def _meet(self, wish: str, what: str) -> str:
-        found = self._consensus.meet(f"{self._name}/{self.calls}", (wish, what))
-        if found == EAGER:
-            self._part()
-        else:
-            self._in_vain, self._agreed = 0, self._agreed + 1
-        return found
-
     def _part(self) -> None:
-        self._consensus.note(self._fact)
+        self.consensus.note(self._fact)
         self._in_vain += 1
 
     @property

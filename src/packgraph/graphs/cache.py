@@ -89,7 +89,7 @@ class GraphCache:
 
     @consensus.setter
     def consensus(self, consensus: Consensus) -> None:
-        self.joint.consensus = consensus
+        self.joint = JointCaptures(consensus)
 
     @property
     def failures(self) -> int:

@@ -370,7 +370,7 @@ def unanimous(group: dist.ProcessGroup | None) -> Agreement:
     return agreed
 
 
-class StoreConsensus:
+class StoreConsensus(Consensus):
     """Votes among `ranks`, all of which vote on the same things in the same order. name: of what
     they vote on."""
 

@@ -94,8 +94,7 @@ def test_a_replay_asks_nobody():
 
 
 def test_another_call_at_the_same_time_does_not_take_this_ones_verdict():
-    joint = JointCaptures()
-    joint.consensus = Recorded()
+    joint = JointCaptures(Recorded())
     assert joint.decide(START_OVER, "one") == START_OVER
     assert joint.decide(CAPTURE, "one") == CAPTURE
     assert joint.decide(CAPTURE, "another") == EAGER
