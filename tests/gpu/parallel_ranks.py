@@ -58,7 +58,7 @@ def train(mesh, device, steps, tokens, **options):
         trace.append(
             {name: value.detach().cpu() for name, value in keep.items()} if number < 8 else {}
         )
-    replayed, shared = run.executor.counts().replayed, symmetric_bytes()
+    replayed, shared = run.executor.totals()["replayed"], symmetric_bytes()
     run.executor.close()
     return trace, times, replayed, shared
 

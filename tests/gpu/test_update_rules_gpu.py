@@ -24,7 +24,8 @@ from packgraph.train.updates.adamw import (
     naive_adamw,
     narrow_adamw,
 )
-from packgraph.train.updates.host_state import HostState, parts_of
+from packgraph.train.updates.host_state import PIECE, HostState
+from packgraph.train.updates.rule import slices_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -206,7 +207,11 @@ def test_adamw_has_the_bits_of_float32_copies_of_all_gradients(
         norm = optimizer.step(1e-3)
         copies = [span.own_gradients.float() for span in spans]
         norms = torch._foreach_norm(
-            [c[part] for c, span in zip(copies, spans, strict=True) for part in parts_of(span)]
+            [
+                c[part]
+                for c, span in zip(copies, spans, strict=True)
+                for part in slices_of(span.own_gradients.numel(), PIECE)
+            ]
         )
         assert torch.equal(norm, torch.stack(norms).square().sum().sqrt())
         torch._foreach_mul_(copies, (options.clip_norm / (norm + TINY)).clamp(max=1.0))

@@ -169,11 +169,11 @@ def train(
         run.step(number, packs, overlap=overlap, set_to_none=set_to_none)
         for number, packs in enumerate(steps_of_packs(steps))
     ]
-    counts = run.executor.counts()
+    totals = run.executor.totals()
     run.executor.close()
     return {
         "trace": trace,
-        "replayed": counts.replayed,
+        "replayed": totals["replayed"],
         "overlapped": run.overlapped,
         "spans": len(run.optimizer.flat.spans),
     }

@@ -33,7 +33,7 @@ from packgraph.train.features.context import undisturbed
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import finite
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.strategies import Counts, Executor
+from packgraph.train.strategies import Executor
 
 MOST_AGAIN = 8  # evaluations of one step, each with more room for experts
 STOPPED_EARLY = "stopped early"
@@ -95,7 +95,7 @@ class Evaluation:
         identities = [state["identity"] for state in self._begin.values()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
-        self._seconds, self._counts = 0.0, Counts(0, 0)._asdict()
+        self._seconds, self._counts = 0.0, (0, 0)  # replayed and eager forwards of the last one
 
     @property
     def enabled(self) -> bool:
@@ -180,7 +180,9 @@ class Evaluation:
         """Entry `evaluation` of summary.json. seconds: of all evaluations of this process.
         replayed, fallbacks: forwards of this rank in the last one, as of training."""
         best = {key: value for key, value in vars(self.best).items() if key != "identity"}
-        return {**best, "seconds": self._seconds, **self._counts, "last": self._last}
+        replayed, fallbacks = self._counts
+        counts = {"replayed": replayed, "fallbacks": fallbacks}
+        return {**best, "seconds": self._seconds, **counts, "last": self._last}
 
     def close(self) -> None:
         """End the threads that make steps ahead."""
@@ -199,11 +201,12 @@ class Evaluation:
                 torch.no_grad(),
             ):
                 self._executor.before_evaluation()
-                before = self._executor.counts()._asdict()
+                before = self._executor.totals()
                 for name, total in zip(self.feeds, totals, strict=True):
                     tokens[name] = self._add(name, total)
-                now = self._executor.counts()
-                self._counts = {name: getattr(now, name) - n for name, n in before.items()}
+                now = self._executor.totals()
+                was, eager = (sum(one["fallbacks"].values()) for one in (before, now))
+                self._counts = now["replayed"] - before["replayed"], eager - was
                 if self._overflow is not None:
                     lacking = self._overflow.take_demand("evaluation_demand")
             if not lacking:

@@ -40,9 +40,9 @@ from packgraph.train.spikes import Limits
 from packgraph.train.updates.adafactor import Adafactor
 from packgraph.train.updates.adamw import AdamW
 from packgraph.train.updates.adamw8bit import AdamW8bit
-from packgraph.train.updates.host_state import HostState, parts_of
+from packgraph.train.updates.host_state import PIECE, HostState
 from packgraph.train.updates.muon import Muon, is_hidden_matrix
-from packgraph.train.updates.rule import Updated, UpdateRule
+from packgraph.train.updates.rule import Updated, UpdateRule, slices_of
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 NARROW_SUMS = 16  # microbatches of a rank: sums of so many in bfloat16 are off by half a percent
@@ -270,12 +270,12 @@ class Optimizer:
         """The norm of the gradient of the whole model; what several ranks have copies of counts
         once. Where there is a guard, also the loss of the whole step."""
         counted = [
-            span
+            span.own_gradients
             for span in self.flat.spans
             if (span.sharded or self._mesh.place["tp"] == 0)
             and (span.tied is None or dist.get_rank(span.sharers) == 0)
         ]
-        pieces = [span.own_gradients[part] for span in counted for part in parts_of(span)]
+        pieces = [own[part] for own in counted for part in slices_of(own.numel(), PIECE)]
         norms = [
             norm
             for dtype in dict.fromkeys(piece.dtype for piece in pieces)  # else one kernel for each

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,13 +70,6 @@ LossFunction = Callable[[PackedBatch, Tensor], Tensor]
 # Called as (output, settled=None) before a backward that is the last one to add to the gradients of
 # `settled`, None = all parameters.
 BeforeLast = Callable[..., None]
-
-
-class Counts(NamedTuple):
-    """Microbatches so far: replayed through graphs, and run eagerly for whatever reason."""
-
-    replayed: int
-    fallbacks: int
 
 
 class Executor:
@@ -210,10 +203,6 @@ class Executor:
     def warmup(self) -> int:
         """The steps of this process before the first capture, as far as it is known."""
         return self._options.warmup + self._put_off
-
-    def settles_after(self) -> int:
-        """The steps of this process after which the graphs that stay have been captured."""
-        return self.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
 
     def copy_streams(self, chunk: int) -> CopyStreams | None:
         """The copy streams that copy beside the work of this rank's chunk number `chunk`; None
@@ -361,11 +350,6 @@ class Executor:
             else:
                 control(graphed).forget(self.arguments(number, bucket))
 
-    def counts(self) -> Counts:
-        """Microbatches since the start of this process."""
-        totals = self.totals()
-        return Counts(totals["replayed"], sum(totals["fallbacks"].values()))
-
     def _all_stats(self) -> list[Stats]:
         whole = self.step_stats
         return [graphed.stats for graphed in self.graphed] + ([] if whole is None else [whole])
@@ -389,7 +373,8 @@ class Executor:
 
     def summary(self) -> dict[str, Any]:
         """Graph entries of summary.json; counts and bytes are those of this process."""
-        found = {"backend": self.backend, **self.totals()}
+        captures = self.graphed and self._options.enabled
+        found = {"backend": self.graphed[0].backend if captures else "eager", **self.totals()}
         if self.graphed:
             found["pool_bytes"] = self.pool_bytes()
         if self.memory is not None:
@@ -402,11 +387,6 @@ class Executor:
             found["recompiles"] = dict(sum((stats.recompiles for stats in every), Counter()))
             found["compile_seconds"] = round(sum(stats.compile_seconds for stats in every), 3)
         return found
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend in use."""
-        return self.graphed[0].backend if self.graphed and self._options.enabled else "eager"
 
     def close(self) -> None:
         """Frees all graphs and their memory, before the process groups go."""

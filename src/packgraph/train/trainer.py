@@ -512,16 +512,17 @@ class Trainer:
     def _time_rows(self) -> bool:
         """With the first step after the last capture done: measure what rows cost, and plan by
         that; whether it did. Collective."""
-        steps, run = self.microbatches, self.config.run
+        steps, run, executor = self.microbatches, self.config.run, self.executor
+        trial = 0 if executor.prepare is None else executor.prepare.trial_steps
         if (
             not isinstance(steps, PlannedSteps)
             or steps.is_measured
-            or self._made != self.executor.settles_after() + 1
+            or self._made != executor.warmup + trial + 1
             or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic)
         ):
             return False
-        timed = time_row(self.executor.run_step, self.device, slowest_rank(self.mesh))
-        with self.executor.aside(), undisturbed(self.model.chunks, self.device):
+        timed = time_row(executor.run_step, self.device, slowest_rank(self.mesh))
+        with executor.aside(), undisturbed(self.model.chunks, self.device):
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
             self.feed.drop_ahead()
@@ -556,7 +557,8 @@ class Trainer:
                 advise=self._how_to_go_on,
             )
             row |= {"loss": None if unlabelled else finite(loss), "gradient_norm": finite(norm)}
-            row |= FurtherLosses.row(further) | ({"skipped": True} if skipped else {})
+            row |= {f"mtp_loss/{n}": finite(one) for n, one in enumerate(further, start=1)}
+            row |= {"skipped": True} if skipped else {}
             row |= {"unlabelled": True} if unlabelled else {}
             self._labelled = self._labelled or not unlabelled
             try:

@@ -123,15 +123,15 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
     executor.run_step([row], 1)
     executor.before_step(1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    random, counts = random_states(CPU), executor.counts()
+    random, counts = random_states(CPU), executor.totals()
     timed = time_row(executor.run_step, CPU, lambda number: number)
     with executor.aside(), undisturbed([model], CPU):
         assert timed(row) > 0
         assert not torch.equal(random_states(CPU)["cpu"], random["cpu"]), "dropout has drawn"
-        assert executor.counts() != counts or not enabled
+        assert executor.totals() != counts or not enabled
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert torch.equal(random_states(CPU)["cpu"], random["cpu"]) and executor.counts() == counts
+    assert torch.equal(random_states(CPU)["cpu"], random["cpu"]) and executor.totals() == counts
     executor.close()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from packgraph.models.layers.prediction import LossSums
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.metrics import finite
 
 
 class FurtherLosses:
@@ -30,16 +29,8 @@ class FurtherLosses:
     def take(self) -> Tensor:
         """This rank's share of the losses since the last call, float32 [D] on the device: the sum
         over ranks is the loss of each depth. They begin anew."""
-        for sums in self._sums:
-            found = sums.take()
-            return found if self._tells else self._none
-        return self._none
-
-    @staticmethod
-    def row(losses: Sequence[float]) -> dict[str, float | None]:
-        """Entries of a row of metrics.jsonl: `mtp_loss/K` for depth K, null where it is no
-        number."""
-        return {f"mtp_loss/{depth}": finite(loss) for depth, loss in enumerate(losses, start=1)}
+        taken = [sums.take() for sums in self._sums]
+        return taken[0] if taken and self._tells else self._none
 
 
 def sums_of(chunks: Sequence[nn.Module]) -> list[LossSums]:

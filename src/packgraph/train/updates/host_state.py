@@ -239,11 +239,6 @@ class HostState(UpdateRule):
         copies.clear()
 
 
-def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
-    """Pieces of this rank's own part of a span, in elements."""
-    return list(slices_of(span.own_gradients.numel(), piece))
-
-
 def _cut(part: StatePart, piece: int) -> Iterator[StatePart]:
     first = part.part.start
     for inside in slices_of(part.part.stop - first, piece):
