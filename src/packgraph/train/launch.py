@@ -27,6 +27,7 @@ from rich.console import Console
 from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
+from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import (
@@ -323,8 +324,9 @@ def _train(
             nodes,
             prepared.evaluation,
         )
-        if trainer.attention:
-            view.note(f"attention by {trainer.attention}")
+        decoders = (chunk for chunk in trainer.model.chunks if isinstance(chunk, DecoderStack))
+        if choices := dict.fromkeys(str(chunk.attention_choice()) for chunk in decoders):
+            view.note(f"attention by {', '.join(choices)}")
         if (state := trainer.optimizer.host_state) is not None:
             view.note(f"optimizer state: {state.places()}")
         if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):

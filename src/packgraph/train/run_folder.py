@@ -163,7 +163,10 @@ def choose_folder(config: TrainConfig) -> Path:
             [f"run.folder = {parent}: this is a file; name the folder that is to hold all runs"]
         )
     if config.run.resume:
-        folder = _folder_to_resume(parent, name, config.preset)
+        folder = _newest(config)
+        if not folder.is_dir():
+            what = f"{folder}" if name is not None else f"of preset {config.preset} in {parent}"
+            raise ConfigError([f"--resume: there is no run {what}"])
         if is_running(folder):
             raise ConfigError(
                 [f"--resume: {folder} is being written by another process; stop that one first"]
@@ -196,24 +199,18 @@ def can_go_on(config: TrainConfig) -> bool:
     Waits for a process that is still writing the run, for the time that a process which was told to
     stop may take.
     """
-    parent, name = Path(config.run.folder), config.run.name
-    taken = _numbered(parent, config.preset) if name is None else {}
-    folder = taken[max(taken)] if taken else parent / (name or config.preset)
+    folder = _newest(config)
     end = time.monotonic() + PATIENCE
     while is_running(folder) and time.monotonic() < end:
         time.sleep(0.2)
     return has_checkpoint(folder)
 
 
-def _folder_to_resume(parent: Path, name: str | None, preset: str) -> Path:
-    if name is not None:
-        if not (parent / name).is_dir():
-            raise ConfigError([f"--resume: there is no run {parent / name}"])
-        return parent / name
-    taken = _numbered(parent, preset)
-    if not taken:
-        raise ConfigError([f"--resume: there is no run of preset {preset} in {parent}"])
-    return taken[max(taken)]
+def _newest(config: TrainConfig) -> Path:
+    """The folder of the run of this name, or of the last one that is called like the preset."""
+    parent, name = Path(config.run.folder), config.run.name
+    taken = _numbered(parent, config.preset) if name is None else {}
+    return taken[max(taken)] if taken else parent / (name or config.preset)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -588,23 +588,20 @@ class StepExecutor(MicrobatchExecutor):
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
         # Nothing of ours: that would be a cycle, with the model in it.
         (graphed,), device = self.graphed, self._device
-        # Between exchanges of sharded layers ranks would reduce other spans at different times.
-        overlaps = optimizer.flat.group is not None and not optimizer.flat.shards_layers
+        update = _update_of(optimizer, [None])
 
         # Microbatch by microbatch, as by their graphs.
         def run(tokens_in_step: Tensor, *batches: PackedBatch, is_dry_run: bool) -> Tensor:
-            optimizer.zero_grad()
+            update.begin()
             total = torch.zeros((), dtype=torch.float32, device=device)
             for number, batch in enumerate(batches):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
-                if overlaps and not is_dry_run and number == len(batches) - 1:
-                    optimizer.flat.overlap(loss)
+                is_last = number == len(batches) - 1 and not is_dry_run
+                if update.before_last is not None and is_last:
+                    update.before_last(0, loss)
                 loss.backward()
             return total
-
-        def finish(total: Tensor) -> Tensor:
-            return torch.stack([total, optimizer.update(total)])
 
         made = GraphedStep(
             [self.model],
@@ -612,7 +609,7 @@ class StepExecutor(MicrobatchExecutor):
             graphed.capture_backend,
             device,
             compiled=graphed.compiles,
-            finish=finish,
+            finish=update.finish,
         )
         made.consensus = self._consensus_of_steps
         return made
@@ -774,8 +771,8 @@ class PipelineExecutor(Executor):
         self._pipeline.close()
 
 
-def _update_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> StepUpdate:
-    """The update of a step in its graph. parameters: by chunk."""
+def _update_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor] | None]) -> StepUpdate:
+    """The update of a step in its graph. parameters: by chunk, None = all."""
     flat = optimizer.flat
 
     def before_last(chunk: int, output: Tensor) -> None:

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.models.foreign import in_one_line
-from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -184,17 +183,6 @@ class Trainer:
         self._log: MetricsLog | RowsOnly = RowsOnly()
         self._graphs_before: dict[str, Any] = {}
         self._summary_before: dict[str, Any] = {}
-
-    @property
-    def attention(self) -> str:
-        """The attention backend in use, and why it is no faster one."""
-        return ", ".join(
-            dict.fromkeys(
-                str(chunk.attention_choice())
-                for chunk in self.model.chunks
-                if isinstance(chunk, DecoderStack)
-            )
-        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
