@@ -134,9 +134,8 @@ class Trainer:
         self._whereabouts = whereabouts or Whereabouts()
         self._nodes = nodes or shared_folder(self.mesh)
         if config.parallel.dispatcher_name == "symmetric":
-            self._whereabouts.limit = (
-                TIMEOUT.total_seconds()
-            )  # its barriers wait in kernels, for ever
+            # Its barriers wait in kernels, for ever.
+            self._whereabouts.limit = TIMEOUT.total_seconds()
         self._splits_rows = config.parallel.splits_rows
         sharing = MicrobatchAssignment.of(
             self.mesh, rank_tokens(config), in_step=config.replicas_in_step
@@ -283,6 +282,7 @@ class Trainer:
             if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
                 self._write_checkpoint()  # to go back to
             while (done := self._steps()) is None:
+                self._log.close()
                 self._open_log()
             ended = done
             if self._made and not self._labelled and not self._resumed_at:
@@ -353,8 +353,7 @@ class Trainer:
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        folder, kind = self.folder / CHECKPOINTS, self.device.type
-        newest = partial(checkpoint_to_resume, folder, kind)
+        newest = partial(checkpoint_to_resume, self.folder / CHECKPOINTS, self.device.type)
         path, step, state, _ = on_first(self.mesh, newest, CheckpointError)
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
@@ -389,7 +388,6 @@ class Trainer:
     def _open_log(self) -> None:
         """Open the log after the step that the run is at: rows behind it, as of before the run has
         gone back, are cut."""
-        self._log.close()
         if self.mesh.rank != 0:
             self._log = RowsOnly([row for row in self._log.rows if row["step"] <= self.step])
             return
