@@ -106,7 +106,7 @@ def live_config(path: str) -> Any:
 
 
 def _of_config(path: str, what: str = "transformers cannot make a model of it") -> naming:
-    """For what transformers makes of a config."""
+    """Names the config in what transformers raises as it makes something of it."""
     return naming(Path(path).expanduser() / CONFIG, what, one_problem, CORRECT)
 
 
