@@ -12,8 +12,8 @@ from torch import nn
 from tracekit import differences
 
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.parallel.buckets import ALIGNMENT, plan_gradient_buckets
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.flat_buffers import ALIGNMENT, plan_gradient_buckets
 from packgraph.train.feed import shares
 
 STEPS = 10

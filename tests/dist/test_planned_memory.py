@@ -8,7 +8,7 @@ from shardedkit import settings
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
-from packgraph.parallel.buckets import plan_gradient_buckets
+from packgraph.parallel.flat_buffers import plan_gradient_buckets
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_optimizer

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from packgraph.parallel.mesh import Axis, Layout
-from packgraph.parallel.parallelism import Parallelism
+from packgraph.parallel.mesh import Axis, Layout, Parallelism
 from packgraph.train.config.sections import ParallelConfig
 
 

@@ -10,11 +10,32 @@ updates a part of that:
     kept        |       0, 2       |       1, 3       |     by replica, hosts of two
     own         |    0   |    2    |    1   |    3    |
 
-Which parameters share a span is planned in `parallel/buckets.py`; what becomes of them is said in
-`parallel/data.py`.
+What becomes of spans is said in `parallel/data.py`. A backward ends gradients from the last
+parameter that was registered to the first, and spans follow that order:
+
+    registered    embed  layer 0  layer 1  head            (a backward runs from right to left)
+    span 0        |head .. layer 1 ..|       first to be complete, first to be reduced
+    span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns
+                                             one equal part
+
+Norms of all layers share a span, which is complete when the first layer is: it is one of the last.
+A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
+rank or a part), so that whatever is done to a span is one kernel. The matrices of a layer have a
+span to themselves, of any size, so one collective moves all of them; whether layers are sharded or
+not, so that the sums of a norm have the same bits either way. Other spans are closed at SPAN_BYTES.
+The invariant: a parameter lies in one span, whole, and starts at a multiple of ALIGNMENT elements.
+
+Layers that are whole only while they run take turns in one buffer (`take_turns`):
+
+    unit        embed       layer 0   layer 1   layer 2   layer 3   head
+    elements    |0 ..... E| |E .. |   |0 .. |   |l .. |   |0 .. |   |0 ..
+
+Neighbours are there at the same time: while one is used the next is on its way. All others may
+share elements. The largest get places first, so embedding and head, which are larger than layers,
+have the same, and layers alternate within it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -25,18 +46,92 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import gradient_dtype, local_tensor
-from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.peer_copies import PeerParts, Peers
 from packgraph.parallel.pieces import Pieces, part_of
-from packgraph.parallel.turns import take_turns
 
 Shard = Literal["none", "gradients", "parameters"]
 SHARDS: tuple[Shard, ...] = ("none", "gradients", "parameters")  # each takes less than the last
 # Large enough for full bandwidth, small enough that most of a model overlaps with the backward.
 SPAN_BYTES = 32 * 2**20
+ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The place of parameter `index` in its span, in elements."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class GradientBucketPlan:
+    """One span. size: elements with padding, a multiple of the number of ranks."""
+
+    kind: Hashable
+    members: tuple[Placed, ...]
+    size: int
+
+
+def plan_gradient_buckets(
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable],
+    ranks: int,
+    most: int | None,
+    undivided: Collection[Hashable] = (),
+) -> list[GradientBucketPlan]:
+    """Buckets for parameters of `sizes` elements, given in order of registration.
+
+    kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a
+    larger parameter has one of its own); None = never. undivided: kinds of which all parameters lie
+    in one span, however many elements they have.
+    """
+    open_now: dict[Hashable, list[Placed]] = {}
+    done: list[GradientBucketPlan] = []
+    for index in reversed(range(len(sizes))):
+        members = open_now.setdefault(kinds[index], [])
+        start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
+        is_full = most is not None and start + sizes[index] > most
+        if members and is_full and kinds[index] not in undivided:
+            done.append(_closed(kinds[index], members, ranks))
+            members, start = [], 0
+            open_now[kinds[index]] = members
+        members.append(Placed(index, start, start + sizes[index]))
+    done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
+    # A backward comes to the first parameters last.
+    return sorted(done, key=lambda span: max(-member.index for member in span.members))
+
+
+def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
+    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
+
+
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def take_turns(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Starts of the units, and the elements that all of them need. No two neighbours overlap.
+
+    sizes: elements of the units, in the order in which they are used.
+    """
+    starts = [-1] * len(sizes)
+    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
+        taken = sorted(
+            (starts[other], starts[other] + sizes[other])
+            for other in (unit - 1, unit + 1)
+            if 0 <= other < len(sizes) and starts[other] >= 0
+        )
+        start = 0
+        for first, stop in taken:
+            if start + sizes[unit] > first:
+                start = max(start, stop)
+        starts[unit] = start
+    return starts, max((a + n for a, n in zip(starts, sizes, strict=True)), default=0)
 
 
 @dataclass

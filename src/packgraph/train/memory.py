@@ -75,9 +75,8 @@ from packgraph.models.decoder import (
 )
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.buckets import ALIGNMENT
+from packgraph.parallel.flat_buffers import ALIGNMENT, take_turns
 from packgraph.parallel.mesh import Layout, Mesh
-from packgraph.parallel.turns import take_turns
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory

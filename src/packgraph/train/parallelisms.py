@@ -1,5 +1,5 @@
 """All kinds of parallelism of a run, in one list, which validation, the build of a model and the
-layouts that verify tries go through (`parallel/parallelism.py`).
+layouts that verify tries go through (`parallel/mesh.py`).
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.deferred import on_meta
 from packgraph.parallel.expert import split_experts
-from packgraph.parallel.mesh import Layout, Mesh
-from packgraph.parallel.parallelism import Parallelism
+from packgraph.parallel.mesh import Layout, Mesh, Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import true_of

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from packgraph.parallel.turns import take_turns
+from packgraph.parallel.flat_buffers import take_turns
 
 
 def test_ends_share_what_layers_alternate_in():

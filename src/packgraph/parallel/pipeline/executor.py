@@ -7,7 +7,7 @@ number of microbatches.
 
 Slots come from a free list in the order of the schedule, never from the microbatch's number, so the
 count of microbatches and the bucket of each may differ in every step without a recapture. Sends and
-receives are started where `parallel/pipeline/rendezvous.py` puts them, so ranks cannot stop each
+receives are started where `parallel/pipeline/schedule.py` puts them, so ranks cannot stop each
 other, whatever makes a host or a device wait. The ranks agree once per step, on host facts, about
 what they are going to run.
 """
@@ -35,8 +35,7 @@ from packgraph.graphs.step import Agreement, GraphedStep, Standing
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.links import Links, Transfer
-from packgraph.parallel.pipeline.rendezvous import Op, make_rows
-from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_counts
+from packgraph.parallel.pipeline.schedule import Action, Op, make_rows, make_schedule, slot_counts
 from packgraph.parallel.ranks import gather_numbers, unanimous
 
 Place = tuple[int, int]

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.parallel.pipeline.rendezvous import Op, make_rows, receiver_of
 from packgraph.parallel.pipeline.schedule import (
     Action,
+    Op,
     Schedule,
+    make_rows,
     make_schedule,
     needed,
+    receiver_of,
     simulate,
     slot_counts,
 )

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from packgraph.parallel.pipeline.schedule import (
     Action,
     Schedule,
-    from_csv,
     make_schedule,
     needed,
     simulate,
@@ -55,7 +54,9 @@ def test_actions_start_when_their_inputs_are_there_and_the_rank_is_free(
 
 
 def test_a_deadlock_names_what_every_rank_waits_for() -> None:
-    schedule = from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    orders = [("F0", "B0", "F1", "B1"), ("F1", "B1", "F0", "B0")]
+    rows = (tuple(Action(a[0], stage, int(a[1])) for a in row) for stage, row in enumerate(orders))
+    schedule = Schedule(2, 1, 2, tuple(rows))
     with pytest.raises(ValueError) as caught:
         simulate(schedule)
     assert str(caught.value) == (
