@@ -113,7 +113,7 @@ def fill_deferred(named: Iterable[tuple[str, Tensor]], spans: Iterable[Any]) -> 
             if not parameter.requires_grad:
                 local = local_tensor(parameter)
                 local.data = torch.empty_like(local, memory_format=torch.contiguous_format)
-            kept.append((parameter, local_pieces(parameter)))
+            kept.append((parameter, parts_of(parameter)))
     in_turn = [getattr(values_of(parameter), "in_turn", False) for parameter, _ in kept]
     in_threads(_fill, itertools.compress(kept, map(operator.not_, in_turn)))
     for target in itertools.compress(kept, in_turn):
@@ -134,14 +134,6 @@ def in_threads(function: Callable[[Argument], None], arguments: Iterable[Argumen
     with ThreadPoolExecutor(min(MOST_THREADS, _cores())) as threads:
         for _ in threads.map(function, arguments):
             pass
-
-
-def local_pieces(parameter: Tensor) -> list[Piece]:
-    """All that this rank has of `parameter`, and where it lies in the whole."""
-    local, part = local_tensor(parameter).detach(), part_of(parameter)
-    if isinstance(parameter, DTensor):
-        return [(tuple(c.offsets), local) for c in parameter.__create_chunk_list__()]
-    return [(part.offsets if part is not None else (0,) * local.ndim, local)]
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:

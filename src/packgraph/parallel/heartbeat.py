@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -43,10 +42,8 @@ GRACE = 1.5
 BROKEN = 3.0  # seconds of silence that are enough when a connection broke, too
 # seconds that who gives the reason, or keeps the store, waits for the others to have read it
 FAREWELL = 3.0
-STEPS = (
-    "replay",
-    "training",
-)  # phases in which a step may take `limit`; compiling takes what it takes
+# Phases in which a step may take `limit`; compiling takes what it takes.
+STEPS = ("replay", "training")
 CONNECTION = (
     "gloo",
     "Connection closed by peer",
@@ -155,20 +152,18 @@ class Heartbeat(Whereabouts):
         super().__init__(store=store)
         self._rank, self._world, self._patience = launch.rank, launch.world, patience
         self._next = (launch.rank + 1) % launch.world
+        self._who = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})"
         self._beats = dist.PrefixStore("packgraph/heartbeat", store.clone())
         now = time.monotonic()
         self._silences = {"rank": Silence(now), "store": Silence(now), "step": Silence(now)}
         self._neighbour: dict[str, Any] = {}
         self._end: _End | None = None  # why the run ends, as all know it
         self._own: _End | None = None  # why it ends, as this rank knows it
-        self._moved, self._decided = threading.Event(), threading.Event()
-        self._said, self._counted = (
-            threading.Event(),
-            threading.Event(),
-        )  # this rank has said why it ends; others know
-        self._parted = threading.Event()  # all have, or the block is left
-        self._over = threading.Event()  # the main thread ends by itself
         self._broken = False
+        self._moved, self._decided = threading.Event(), threading.Event()
+        # This rank has said why it ends; others know; all have, or the block is left; the main
+        # thread ends by itself.
+        self._said, self._counted, self._parted, self._over = (threading.Event() for _ in range(4))
         self._threads = [
             threading.Thread(target=work, daemon=True, name=f"packgraph {work.__name__.strip('_')}")
             for work in (self._exchange, self._watch)
@@ -230,8 +225,7 @@ class Heartbeat(Whereabouts):
                 raise LostRankError(self._end.text) from error
         told = " ".join(f"{type(error).__name__}: {error}".split())
         self._own = _End(
-            f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) failed in phase "
-            f"{self.place()}: {told[:600]}. {self.remedy()}",
+            f"{self._who} failed in phase {self.place()}: {told[:600]}. {self.remedy()}",
             0,
             self._rank,
         )
@@ -305,43 +299,33 @@ class Heartbeat(Whereabouts):
     def _lost(self, now: float) -> _End | None:
         """Reason why the run cannot go on; None while everybody lives."""
         patience = min(self._patience, BROKEN) if self._broken else self._patience
-        if (silence := self._silences["store"].seconds(now)) > self._patience:
-            return _End(
+        most = TIMEOUT.total_seconds()
+        self._silences["rank"].heard(self._neighbour.get("count"), now)
+        self._silences["step"].heard(self.place(), now)
+        quiet = {name: silence.seconds(now) for name, silence in self._silences.items()}
+        lost, rank = 1, -1
+        if quiet["store"] > self._patience:
+            text = (
                 "the store in which the processes have met, which rank 0 or its torchrun keeps, "
-                "did not answer "
-                f"for {silence:.0f} s: that process or its machine is lost. {self.remedy()}",
-                1,
+                f"did not answer for {quiet['store']:.0f} s: that process or its machine is lost"
             )
-        ring = self._silences["rank"]
-        ring.heard(self._neighbour.get("count"), now)
-        step = self._silences["step"]
-        step.heard(self.place(), now)
-        if step.seconds(now) > self.limit and self.phase in STEPS:
-            return _End(
-                f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has been in "
-                "phase "
-                f"{self.place()} for {step.seconds(now):.0f} s, though all ranks live: they wait "
-                "for each "
-                f"other. {self.remedy()}",
-                0,
-                self._rank,
+        elif quiet["step"] > self.limit and self.phase in STEPS:
+            lost, rank = 0, self._rank
+            text = (
+                f"{self._who} has been in phase {self.place()} for {quiet['step']:.0f} s, though "
+                "all ranks live: they wait for each other"
             )
-        if not self._neighbour:
-            if ring.seconds(now) <= TIMEOUT.total_seconds():
-                return None
-            return _End(
-                f"rank {self._next} did not come within {TIMEOUT.total_seconds():.0f} s. "
-                f"{self.remedy()}",
-                1,
+        elif not self._neighbour and quiet["rank"] > most:
+            text = f"rank {self._next} did not come within {most:.0f} s"
+        elif self._neighbour and quiet["rank"] > patience:
+            text = (
+                f"rank {self._next} (process {self._neighbour['pid']} on "
+                f"{self._neighbour['host']}) gave no sign of life for {quiet['rank']:.0f} s, last "
+                f"in phase {self._neighbour['place']}"
             )
-        if ring.seconds(now) <= patience:
+        else:
             return None
-        who = f"rank {self._next} (process {self._neighbour['pid']} on {self._neighbour['host']})"
-        return _End(
-            f"{who} gave no sign of life for {ring.seconds(now):.0f} s, last in phase "
-            f"{self._neighbour['place']}. {self.remedy()}",
-            1,
-        )
+        return _End(f"{text}. {self.remedy()}", lost, rank)
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
@@ -390,7 +374,7 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
         raise LostRankError(
             f"the {launch.world} processes of the run did not meet: {error}"
         ) from error
-    store.set_timeout(timedelta(seconds=TIMEOUT.total_seconds()))
+    store.set_timeout(TIMEOUT)
     with _terminable(), contextlib.ExitStack() as meeting:
         try:
             own = meeting.enter_context(met(store, launch))

@@ -22,7 +22,7 @@ reasons before any process group exists.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -186,17 +186,25 @@ class Layout:
             rank //= axis.size
         return dict(reversed(place.items()))
 
+    def grouped(self, key: Callable[[dict[str, int]], object]) -> list[list[int]]:
+        """Groups of the ranks whose coordinates have one `key`, in ascending order; the layout must
+        be resolved."""
+        found: dict[object, list[int]] = {}
+        for rank in range((self.dp or 1) * self.inner):
+            found.setdefault(key(self.coordinates(rank)), []).append(rank)
+        return list(found.values())
+
     def replica_ranks(self) -> dict[str, list[list[int]]]:
         """The ranks of every group along `copies` (they hold the same parameters) and along
         `expert_copies` (the same experts), in ascending order; the layout must be resolved."""
-        found: dict[str, dict[tuple[int, ...], list[int]]] = {"copies": {}, "expert_copies": {}}
-        alike = [axis.name for axis in self.axes if not axis.own]
-        for rank in range((self.dp or 1) * self.inner):
-            place = self.coordinates(rank)
-            held = tuple(place[name] for name in alike)
-            found["copies"].setdefault(held, []).append(rank)
-            found["expert_copies"].setdefault((place["dp"] % self.ep, *held), []).append(rank)
-        return {axis: list(groups.values()) for axis, groups in found.items()}
+
+        def held(place: dict[str, int]) -> tuple[int, ...]:
+            return tuple(place[axis.name] for axis in self.axes if not axis.own)
+
+        return {
+            "copies": self.grouped(held),
+            "expert_copies": self.grouped(lambda place: (place["dp"] % self.ep, held(place))),
+        }
 
     def sharers(self, *, experts: bool = False) -> int:
         """Number of ranks that share a sharded layer, or the `experts` of a layer; the layout must
@@ -232,25 +240,14 @@ class Layout:
     def context_ranks(self, size: int) -> list[list[int]]:
         """The ranks of every block of `size` consecutive ranks along `cp`; the layout must be
         resolved."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range((self.dp or 1) * self.inner):
-            place = self.coordinates(rank)
-            block = place | {"cp": place["cp"] // size}
-            found.setdefault(tuple(block.values()), []).append(rank)
-        return list(found.values())
+        return self.grouped(lambda at: tuple((at | {"cp": at["cp"] // size}).values()))
 
     def expert_ranks(self) -> dict[str, list[list[int]]]:
         """The ranks of every group along `ep` (they exchange tokens) and along `edp` (they hold the
         same experts), in the order of their places; the layout must be resolved."""
-        replicas, inner = self.dp or 1, self.inner
-        blocks = [range(start, start + self.ep) for start in range(0, replicas, self.ep)]
-        alike = [range(place, replicas, self.ep) for place in range(self.ep)]
         return {
-            axis: [
-                [dp * inner + rest for dp in members]
-                for members, rest in itertools.product(sets, range(inner))
-            ]
-            for axis, sets in (("ep", blocks), ("edp", alike))
+            "ep": self.grouped(lambda at: tuple((at | {"dp": at["dp"] // self.ep}).values())),
+            "edp": self.grouped(lambda at: tuple((at | {"dp": at["dp"] % self.ep}).values())),
         }
 
 

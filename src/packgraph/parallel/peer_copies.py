@@ -25,7 +25,7 @@ Barriers are kernels without a time limit: a rank that is stuck, but lives, hold
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,49 +34,69 @@ from torch import Tensor
 from packgraph.ops.symmetric_memory import SymmetricMemory, hosts_problem, symmetric_problem
 from packgraph.parallel.ranks import gather
 
-
-class Exchange(Protocol):
-    """Something under way."""
-
-    def wait(self) -> object:
-        """Whatever is launched afterwards on the current stream sees it done."""
+Exchange = dist.Work | torch.cuda.Event  # something under way, to be waited for
 
 
-class Peers(Protocol):
-    """The ranks of a group that read each other's memory.
+class Peers:
+    """The ranks of a group, GPUs of one host, that read each other's memory. Making them is
+    collective.
 
     Attributes:
         rank: Of this process in the group.
         ranks: Processes of the group.
+
+    Raises:
+        RuntimeError: Where there is no such memory, or the driver refuses it.
     """
 
-    rank: int
-    ranks: int
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device = group, device
+        self._memories = list[SymmetricMemory]()
+        self._flags = {name: SymmetricMemory(16, group, device) for name in ("main", "beside")}
+        # Its few small kernels begin before those of the main stream that wait, too.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
         """Zeros [size] that the others read. Collective; sizes are equal."""
+        made = SymmetricMemory(size * dtype.itemsize, self._group, self._device)
+        self._memories.append(made)
+        return made.memory.view(dtype)
 
     def of_rank(self, rank: int, mine: Tensor) -> Tensor:
         """The same place of another rank's memory as `mine`, a part of what was allocated."""
+        (memory,) = (memory for memory in self._memories if memory.holds(mine))
+        return memory.of_rank(rank, mine)
 
     def barrier(self) -> None:
         """The current stream waits until those of all ranks are here."""
+        is_beside = torch.cuda.current_stream(self._device) == self._stream
+        self._flags["beside" if is_beside else "main"].barrier()
 
-    def beside(self) -> contextlib.AbstractContextManager[Exchange]:
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Exchange]:
         """Within the block, work is launched on the stream of copies, behind what the current
         stream has; it may be waited for after the block."""
+        done = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield done
+            done.record()
 
 
-class PeerReduction(NamedTuple):
-    """Gradients of all ranks on their way. parts: two, whose sum is this rank's part of that of all
-    ranks."""
+class Reduction(NamedTuple):
+    """Gradients of all ranks on their way. parts: this rank's part of their sum, or two whose sum
+    that is."""
 
     work: Exchange
-    parts: tuple[Tensor, Tensor]
+    parts: tuple[Tensor, ...]
 
 
 class PeerParts:
     """A bucket of a sharded layer in the memory of all ranks.
+
+    Attributes:
+        peers: The ranks.
 
     Args:
         peers: The ranks.
@@ -93,7 +113,7 @@ class PeerParts:
         kept_parameters: Tensor | None,
         gradients: Tensor,
     ) -> None:
-        self._peers = peers
+        self.peers = peers
         # Nearest first, so that all ranks read from different ones.
         self._others = [(peers.rank + step) % peers.ranks for step in range(1, peers.ranks)]
         self._copies = list[tuple[Tensor, Tensor]]()
@@ -107,72 +127,27 @@ class PeerParts:
             self._own = gradients.data.view(peers.ranks, -1)[peers.rank]
             self._sums = [peers.of_rank(rank, self._own) for rank in self._others]
 
-    def barrier(self) -> None:
-        """See `Peers.barrier`."""
-        self._peers.barrier()
-
     def gather(self) -> Exchange:
         """Begin to make `parameters` whole."""
-        with self._peers.beside() as work:
+        with self.peers.beside() as work:
             for target, source in self._copies:
                 target.copy_(source, non_blocking=True)
         return work
 
-    def reduce(self) -> PeerReduction:
+    def reduce(self) -> Reduction:
         """Begin to bring this rank's part of all ranks' gradients here. Collective."""
         first, *others = self._sums
         total = torch.empty_like(self._own)
         last, added = torch.empty_like(total) if others else total, self._own
-        with self._peers.beside() as work:
-            self._peers.barrier()
+        with self.peers.beside() as work:
+            self.peers.barrier()
             total.copy_(first, non_blocking=True)
             for sums in others:
                 total.add_(added)
                 last.copy_(sums, non_blocking=True)
                 added = last
-            self._peers.barrier()
-        return PeerReduction(work, (total, added))
-
-
-class CudaPeers:
-    """`Peers` on GPUs of one host. Making them is collective.
-
-    Raises:
-        RuntimeError: Where there is no such memory, or the driver refuses it.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._device = group, device
-        self._memories = list[SymmetricMemory]()
-        self._flags = {name: SymmetricMemory(16, group, device) for name in ("main", "beside")}
-        # Its few small kernels begin before those of the main stream that wait, too.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
-        """See `Peers.allocate`."""
-        made = SymmetricMemory(size * dtype.itemsize, self._group, self._device)
-        self._memories.append(made)
-        return made.memory.view(dtype)
-
-    def of_rank(self, rank: int, mine: Tensor) -> Tensor:
-        """See `Peers.of_rank`."""
-        (memory,) = (memory for memory in self._memories if memory.holds(mine))
-        return memory.of_rank(rank, mine)
-
-    def barrier(self) -> None:
-        """See `Peers.barrier`."""
-        is_beside = torch.cuda.current_stream(self._device) == self._stream
-        self._flags["beside" if is_beside else "main"].barrier()
-
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[Exchange]:
-        """See `Peers.beside`."""
-        done = torch.cuda.Event()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield done
-            done.record()
+            self.peers.barrier()
+        return Reduction(work, (total, added))
 
 
 def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers | None:
@@ -184,7 +159,7 @@ def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers |
         return None
     made, problem = None, ""
     try:
-        made = CudaPeers(group, device)
+        made = Peers(group, device)
     except RuntimeError as error:
         problem = f"rank {dist.get_rank(group)}: {error}"
     problems = gather(group, problem)

@@ -310,4 +310,5 @@ def parts_of(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
             (tuple(chunk.offsets), local_tensor(tensor.detach()))
             for chunk in tensor.__create_chunk_list__()
         ]
-    return [((0,) * tensor.ndim, tensor.detach())]
+    part = part_of(tensor)
+    return [((0,) * tensor.ndim if part is None else part.offsets, tensor.detach())]

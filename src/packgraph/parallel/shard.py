@@ -7,7 +7,7 @@ is any that works on single elements: it gets flat parts, not matrices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,6 @@ from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_sam
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
-
-
-class UpdatesParts(Protocol):
-    """Part of an optimizer that `Shards.step` needs."""
-
-    def step(self) -> Any: ...
 
 
 def shard(
@@ -273,7 +267,7 @@ class Shards:
         return [found for found in map(group, (True, False)) if found["params"]]
 
     @torch.no_grad()
-    def step(self, optimizer: UpdatesParts, *, clip_norm: float | None = None) -> Tensor:
+    def step(self, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None) -> Tensor:
         """Ends a step, on all ranks: reduces what is left, clips, lets `optimizer` update the
         parts, and zeroes gradients.
 

@@ -48,7 +48,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
-from packgraph.parallel.peer_copies import Exchange, PeerParts
+from packgraph.parallel.peer_copies import Exchange, Peers, Reduction
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -114,22 +114,6 @@ def layers_of(
     }
 
 
-class _Reduction(NamedTuple):
-    """A reduction under way. parts: this rank's part of the sum, or two whose sum that is. kept:
-    what it is added to."""
-
-    work: Exchange
-    parts: Sequence[Tensor]
-    kept: Tensor
-
-    def add(self) -> None:
-        """Add this rank's part of the sum to what it keeps, once it is waited for."""
-        if len(self.parts) == 1:
-            self.kept.add_(self.parts[0])
-        else:
-            add_sum(self.kept, *self.parts)
-
-
 class ShardedLayer:
     """One layer: its spans, and the stages around its own.
 
@@ -141,11 +125,11 @@ class ShardedLayer:
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
         self.trained = [span for span in spans if not span.is_frozen]
-        self.peers: PeerParts | None = None  # of any layer of the chain, where they are gathered
+        self.peers: Peers | None = None  # where any layer of the chain is gathered by copies
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self._gathers = list[Exchange]()  # of a neighbour, empty but between `enter` and `leave`
-        self._reductions = list[_Reduction]()  # of the layer behind
+        self._reductions = list[tuple[GradientBucket, Reduction]]()  # of the layer behind
         for span in spans:
             for member in span.members:
                 mark_sharded(member.parameter, is_gathered=span.is_gathered)
@@ -183,7 +167,7 @@ class ShardedLayer:
         self._gathers = [] if self.after is None else self.after.gather()
         # The layer in front reduces these gradients, if it has a backward.
         hands_over = left is not None and left[1]
-        state, has_node = _through(_Enter, (self, hands_over), state)
+        state, has_node = _through(partial(self.end, hands_over), state)
         return {**state, _WITHIN: not has_node}
 
     def leave(self, state: State) -> State:
@@ -199,7 +183,7 @@ class ShardedLayer:
         self._gathers = []
         if self.after is None:
             self.barrier()
-        state, has_node = _through(_Leave, (self, late), state)
+        state, has_node = _through(partial(self.begin_backward, late), state)
         return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
 
     @torch.no_grad()
@@ -208,9 +192,9 @@ class ShardedLayer:
         return [_gather(span) for span in self.spans if span.is_gathered]
 
     @torch.no_grad()
-    def reduce(self) -> list[_Reduction]:
+    def reduce(self) -> list[tuple[GradientBucket, Reduction]]:
         """Begin to sum the gradients of all ranks."""
-        return [_reduce(span) for span in self.trained]
+        return [(span, _reduce(span)) for span in self.trained]
 
     def wait_for(self, gathers: Sequence[Exchange]) -> None:
         """Wait for gathers."""
@@ -218,11 +202,16 @@ class ShardedLayer:
             work.wait()
 
     @torch.no_grad()
-    def add(self, reductions: Sequence[_Reduction]) -> None:
-        """Wait for reductions, and add them to what the rank keeps."""
-        for reduction in reductions:
-            reduction.work.wait()
-            reduction.add()
+    def add(self, reductions: Sequence[tuple[GradientBucket, Reduction]]) -> None:
+        """Wait for reductions, and add this rank's parts of the sums to what it keeps."""
+        for span, (work, parts) in reductions:
+            work.wait()
+            # As tensors without a past: backwards in flight do not depend on what was there.
+            kept = span.kept_gradients.data
+            if len(parts) == 1:
+                kept.add_(parts[0])
+            else:
+                add_sum(kept, *parts)
 
     def barrier(self) -> None:
         """Wait for ranks that read this one's parameters, and whose parameters this one reads."""
@@ -230,9 +219,11 @@ class ShardedLayer:
             self.peers.barrier()
 
     @torch.no_grad()
-    def begin_backward(self, late: bool) -> None:
+    def begin_backward(self, late: bool, is_reached: bool = True) -> None:
         """Parameters are whole, gradients zero; the neighbours' are on their way. late: there is no
         node in front. Raises RuntimeError where a `.grad` is not what this layer has given."""
+        if not is_reached:
+            return
         _end_open()  # of another call in the same backward
         _open[torch._C._current_graph_task_id()] = self
         engine: Any = torch.autograd.Variable._execution_engine
@@ -251,6 +242,10 @@ class ShardedLayer:
             span.gradients.data.zero_()
         self._gathers = [] if self.before is None or late else self.before.gather()
         self._reductions = [] if self.after is None else self.after.reduce()
+
+    def end(self, hands_over: bool, is_reached: bool) -> None:
+        """The backward is in front of the layer; it ends if it has begun."""
+        _end_open(self, hands_over and is_reached)
 
     def end_backward(self, hands_over: bool) -> None:
         """The gradients are complete. hands_over: the layer in front reduces them."""
@@ -273,15 +268,13 @@ def _gather(span: GradientBucket) -> Exchange:
     return work
 
 
-def _reduce(span: GradientBucket) -> _Reduction:
+def _reduce(span: GradientBucket) -> Reduction:
     """Begin to sum its gradients over all ranks."""
-    # As tensors without a past: backwards in flight do not depend on what was there.
-    gradients, kept = span.gradients.data, span.kept_gradients.data
     if span.peers is not None:
-        return _Reduction(*span.peers.reduce(), kept)
-    part = torch.empty_like(kept)
-    work = reduce_scatter_flat(part, gradients, group=span.within.shard, async_op=True)
-    return _Reduction(work, [part], kept)
+        return span.peers.reduce()
+    part = torch.empty_like(span.kept_gradients)
+    work = reduce_scatter_flat(part, span.gradients.data, group=span.within.shard, async_op=True)
+    return Reduction(work, (part,))
 
 
 class ShardedLayers:
@@ -299,7 +292,7 @@ class ShardedLayers:
         }
         ordered = list(self.layers.values())
         read = (span.peers for layer in ordered for span in layer.spans if span.is_gathered)
-        peers = next((found for found in read if found is not None), None)
+        peers = next((found.peers for found in read if found is not None), None)
         for layer in ordered:
             layer.peers = peers
         for before, after in itertools.pairwise(ordered):
@@ -353,8 +346,8 @@ def _keeps_within(run: Callable[[State], State], state: State) -> State:
     return found if _WITHIN in found else {**found, _WITHIN: state[_WITHIN]}
 
 
-def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[State, bool]:
-    """The state, its differentiable tensors through one node of autograd; whether there is one.
+def _through(then: Callable[[bool], None], state: State) -> tuple[State, bool]:
+    """The state, its differentiable tensors through one `_Edge`; whether there is one.
 
     A tensor in several places stays one. Entries without such tensors stay the objects they are.
     """
@@ -365,7 +358,7 @@ def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[S
     }
     if not found or not torch.is_grad_enabled():
         return state, False
-    made = dict(zip(found, function.apply(*arguments, *found.values()), strict=True))
+    made = dict(zip(found, _Edge.apply(then, *found.values()), strict=True))
     passed = {
         key: tree_map(lambda leaf: made.get(id(leaf), leaf), value)
         if any(id(leaf) in made for leaf in tree_leaves(value))
@@ -375,44 +368,21 @@ def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[S
     return passed, True
 
 
-class _Enter(torch.autograd.Function):
-    """The node in front of a layer's."""
+class _Edge(torch.autograd.Function):
+    """The node in front of a layer's, or behind them. Calls `then` in the backward with whether
+    that goes on: a layer may stop the gradient of what it gets."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: ShardedLayer, hands_over: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.hands_over = layer, hands_over
+    def forward(ctx: Any, then: Callable[[bool], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _end_open(ctx.layer, ctx.hands_over and _is_reached(gradients))
-        return None, None, *gradients
-
-
-class _Leave(torch.autograd.Function):
-    """The node behind a layer's. late: there is no node in front."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: ShardedLayer, late: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.late = layer, late
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if _is_reached(gradients):
-            ctx.layer.begin_backward(ctx.late)
-        return None, None, *gradients
-
-
-def _is_reached(gradients: Sequence[Tensor | None]) -> bool:
-    """Tells whether a backward goes on: a layer may stop the gradient of what it gets."""
-    return any(gradient is not None for gradient in gradients)
+        ctx.then(any(gradient is not None for gradient in gradients))
+        return None, *gradients
 
 
 def _end_open(layer: ShardedLayer | None = None, hands_over: bool = False) -> None:

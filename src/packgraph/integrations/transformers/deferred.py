@@ -24,11 +24,11 @@ from packgraph.models.stored_values import StoredBox, StoredValues, box_of
 from packgraph.parallel.deferred import (
     Piece,
     defer,
-    local_pieces,
     region,
     set_aside,
     values_of,
 )
+from packgraph.parallel.pieces import parts_of
 
 # Whose experts are stored as our own models store them; others fuse or name them in another way.
 STACKED = frozenset({"qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"})
@@ -102,6 +102,7 @@ def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
         return model_class.from_config(config, dtype=dtype)
 
 
+@torch.no_grad()
 def defer_stored(model: Any, folder: Path, device: torch.device) -> None:
     """Move a `skeleton` to `device`; its matrices are filled from the safetensors in `folder`, the
     rest now. Raises ConvertedWeightsError."""
@@ -114,10 +115,9 @@ def defer_stored(model: Any, folder: Path, device: torch.device) -> None:
     values = {name: StoredValues(found, open_tensors) for name, found in boxes.items()}
     _move(model, device, values)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
-    with torch.no_grad():
-        for name, fill in values.items():
-            if values_of(held[name]) is None:
-                fill(local_pieces(held[name]))
+    for name, fill in values.items():
+        if values_of(held[name]) is None:
+            fill(parts_of(held[name]))
 
 
 def defer_arbitrary(model: Any, device: torch.device) -> None:

@@ -13,6 +13,7 @@ what they are going to run.
 """
 
 import contextlib
+import itertools
 import warnings
 import weakref
 import zlib
@@ -35,13 +36,21 @@ from packgraph.graphs.step import Agreement, GraphedStep, Standing
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.links import Links, Transfer
-from packgraph.parallel.pipeline.schedule import Action, Op, make_rows, make_schedule, slot_counts
+from packgraph.parallel.pipeline.schedule import (
+    Action,
+    Kind,
+    Op,
+    make_rows,
+    make_schedule,
+    slot_counts,
+)
 from packgraph.parallel.ranks import gather_numbers, unanimous
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
 Around = Callable[[PackedBatch], contextlib.AbstractContextManager[None]]
 CONTIGUOUS = torch.contiguous_format
+DIRECTIONS: dict[Kind, str] = {"F": "forward", "B": "backward"}
 HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
 
 
@@ -49,42 +58,31 @@ class InFlight:
     """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of
     their own.
 
-    hidden: activations received from the stage before. out: what the chunk made. gradient: received
-        gradient of `out`.
-    input_gradient: gradient of `hidden`, to be sent. direct: the handle, if it is replayed without
-        autograd.
+    received: activations of the stage before ("F"), and the gradient of `out` ("B"). out: what the
+        chunk made.
+    input_gradient: gradient of those activations, to be sent. direct: the handle, if it is replayed
+        without autograd.
     """
 
     def __init__(self, handle: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
         self.handle, self.lease = handle, lease
         self.direct = handle if handle is not None and direct and handle.is_direct else None
-        self.hidden: torch.Tensor | None = None
+        self.received: dict[Kind, torch.Tensor] = {}
         self.out: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
         self.input_gradient: torch.Tensor | None = None
-        self.receiving: dict[str, Transfer] = {}
+        self.receiving: dict[Kind, Transfer] = {}
         self._sending: list[tuple[Transfer, torch.Tensor]] = []
 
-    def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Buffer for receiving activations of `like`'s shape: the slot's own input memory when a
-        graph reads it there."""
-        buffer = self.handle.buffer("hidden") if self.handle is not None else None
-        self.hidden = (
-            torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            if buffer is None
-            else buffer
-        )
-        return self.hidden
-
-    def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Buffer for receiving the gradient of `out`."""
-        buffer = self.handle.gradient_buffer() if self.handle is not None else None
-        self.gradient = (
-            torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            if buffer is None
-            else buffer
-        )
-        return self.gradient
+    def buffer(self, kind: Kind, like: torch.Tensor) -> torch.Tensor:
+        """Buffer for receiving what an action of this kind needs, of `like`'s shape: the slot's own
+        memory when a graph reads it there."""
+        found: torch.Tensor | None = None
+        if self.handle is not None:
+            found = self.handle.buffer("hidden") if kind == "F" else self.handle.gradient_buffer()
+        if found is None:
+            found = torch.empty_like(like, memory_format=CONTIGUOUS)
+        self.received[kind] = found
+        return found
 
     def sent(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         """Keep `tensor` until `transfer` is done."""
@@ -101,7 +99,8 @@ class InFlight:
         self._sending = []
         if self.lease is not None:
             self.lease.release()
-        self.out = self.gradient = self.input_gradient = self.hidden = None
+        self.out = self.input_gradient = None
+        self.received.clear()
 
 
 class Arrival(torch.autograd.Function):
@@ -184,9 +183,7 @@ class Pipeline:
         self._likes: dict[Capacity, torch.Tensor] = {}
         self._rows: dict[int, tuple[Op, ...]] = {}
         self._flights: dict[Place, InFlight] = {}
-        self._leaving: dict[int, deque[InFlight]] = {
-            index: deque() for index in range(len(self.chunks))
-        }
+        self._leaving: list[deque[InFlight]] = [deque() for _ in self.chunks]
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
@@ -196,27 +193,15 @@ class Pipeline:
             self._whole.all_agree = agreement is not None or links.connects_all
 
     def _graphed_step(self, agreement: Agreement) -> GraphedStep:
-        this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
-
-        def pipeline() -> "Pipeline":
-            found = this()
-            assert found is not None, "it has the step that is run"
-            return found
-
-        def run(*arguments: Any, is_dry_run: bool) -> torch.Tensor:
-            return pipeline()._run_plainly(*arguments, is_dry_run=is_dry_run)
-
-        def finish(loss: torch.Tensor) -> torch.Tensor:
-            return pipeline()._finish(loss)
-
+        this = weakref.proxy(self)  # which has the step: else a cycle, with all chunks in it
         made = GraphedStep(
             [chunk.module for chunk in self.chunks],
-            run,
+            lambda *arguments, is_dry_run: this._run_plainly(*arguments, is_dry_run=is_dry_run),
             self.chunks[0].capture_backend,
             self.device,
             compiled=any(chunk.compiles for chunk in self.chunks),
             copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
-            finish=finish,
+            finish=lambda loss: this._finish(loss),
         )
         made.agreement = agreement
         return made
@@ -269,8 +254,7 @@ class Pipeline:
         PipelineError when the ranks disagree, and what the first chunk's `begin` raises of any
         microbatch, before anything is launched.
         """
-        self._agree(batches)
-        self._ask_about(batches, tokens_in_step)
+        self._agree(batches, tokens_in_step)
         whole = self._whole if not self._updates else None
         if whole is not None and self._is_ready(whole, batches, tokens_in_step):
             return whole.replay(tokens_in_step, *batches)
@@ -308,8 +292,7 @@ class Pipeline:
         """
         assert self._whole is not None and self._updates
         self._update = update
-        self._agree(batches)
-        self._ask_about(batches, tokens_in_step)
+        self._agree(batches, tokens_in_step)
         if not self._is_ready(self._whole, batches, tokens_in_step, reason, strict):
             return None
         return self._whole.replay(tokens_in_step, *batches)
@@ -333,8 +316,7 @@ class Pipeline:
         Raises:
             PipelineError: When the ranks disagree.
         """
-        self._agree(batches)
-        self._ask_about(batches, tokens_in_step)
+        self._agree(batches, tokens_in_step)
         ranks, total = self.links.size, torch.zeros((), dtype=torch.float64, device=self.device)
         sent: deque[tuple[Transfer, torch.Tensor]] = deque()
         for stage, batch in self._forwards(batches):
@@ -434,41 +416,33 @@ class Pipeline:
         tokens_in_step: torch.Tensor,
         before_last: BeforeLast | None = None,
     ) -> torch.Tensor:
-        """The step's loss as far as this rank knows it, float32 []."""
+        """All actions of a step; the loss as far as this rank knows it, float32 []."""
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self._crash)
-            self._fly(batches, tokens_in_step, loss, before_last)
-            on_error.pop_all()
-        return loss
-
-    def _fly(
-        self,
-        batches: Sequence[PackedBatch],
-        tokens_in_step: torch.Tensor,
-        loss: torch.Tensor,
-        before_last: BeforeLast | None,
-    ) -> None:
-        """All actions of a step; adds the losses up in `loss`."""
         last = len(batches) - 1
         self._watched = None if before_last is None else last
-        for op in self._row(len(batches)):
-            stage, batch = op.action.stage, batches[op.action.microbatch]
-            if op.what == "RECV":
-                self._receive(op.action, batch, tokens_in_step)
-            elif op.what == "SEND":
-                self._send(op.action)
-            elif op.action.kind == "F":
-                with self._range(op.action, batch):
-                    self._forward(op.action, batch, tokens_in_step, loss)
-            else:
-                if before_last is not None and op.action.microbatch == last:
-                    out = self._flights[stage, last].out
-                    assert out is not None
-                    before_last(stage // self.links.size, out)
-                with self._range(op.action, batch):
-                    self._backward(op.action)
-        self._drain()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._crash)
+            for op in self._row(len(batches)):
+                stage, batch = op.action.stage, batches[op.action.microbatch]
+                if op.what == "RECV":
+                    self._receive(op.action, batch, tokens_in_step)
+                elif op.what == "SEND":
+                    self._send(op.action)
+                elif op.action.kind == "F":
+                    with self._range(op.action, batch):
+                        self._forward(op.action, batch, tokens_in_step, loss)
+                else:
+                    if before_last is not None and op.action.microbatch == last:
+                        out = self._flights[stage, last].out
+                        assert out is not None
+                        before_last(stage // self.links.size, out)
+                    with self._range(op.action, batch):
+                        self._backward(op.action)
+            for leaving in self._leaving:
+                while leaving:
+                    leaving.popleft().finish()
+            on_error.pop_all()
+        return loss
 
     def _range(
         self, action: Action, batch: PackedBatch
@@ -476,8 +450,7 @@ class Pipeline:
         """The range of an action in profiles; none where the whole step is being captured."""
         if self._plain:
             return contextlib.nullcontext()
-        what = "forward" if action.kind == "F" else "backward"
-        words = "microbatch", action.microbatch, "stage", action.stage, what
+        words = "microbatch", action.microbatch, "stage", action.stage, DIRECTIONS[action.kind]
         return profiler_range(*words, batch.capacity)
 
     def close(self) -> None:
@@ -492,7 +465,10 @@ class Pipeline:
         if self._whole is not None:
             self._whole.close()
 
-    def _agree(self, batches: Sequence[PackedBatch]) -> None:
+    def _agree(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
+        """Check that all ranks have the same microbatches, and let the first chunk refuse them: in
+        the middle of a step an error would leave other stages waiting, and graphs of whole steps
+        hear of no host facts at all."""
         text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)
         mine = [len(batches), zlib.crc32(text.encode())]
         facts = gather_numbers(self.links.control, mine)
@@ -506,9 +482,6 @@ class Pipeline:
                 "in the same order"
             )
 
-    def _ask_about(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
-        """Let the first chunk refuse microbatches. In the middle of a step an error would leave
-        other stages waiting, and graphs of whole steps hear of no host facts at all."""
         module, stage = self.chunks[0].module, self._stage(0)
         if isinstance(module, Staged):
             for batch in batches:
@@ -570,11 +543,9 @@ class Pipeline:
         """Start to receive what `action` needs; a forward gets its slot here."""
         place = action.stage, action.microbatch
         if action.kind == "F":
-            flight = self._flights[place] = self._take_off(action, batch, tokens)
-            buffer, direction = flight.activation_buffer(self._like(batch)), "forward"
-        else:
-            flight = self._flights[place]
-            buffer, direction = flight.gradient_buffer(self._like(batch)), "backward"
+            self._flights[place] = self._take_off(action, batch, tokens)
+        flight, direction = self._flights[place], DIRECTIONS[action.kind]
+        buffer = flight.buffer(action.kind, self._like(batch))
         flight.receiving[action.kind] = self.links.receive(buffer, action.stage, direction)
 
     def _send(self, action: Action) -> None:
@@ -583,8 +554,7 @@ class Pipeline:
         made = flight.out if action.kind == "F" else flight.input_gradient
         assert made is not None
         tensor = made.detach().contiguous()
-        direction = "forward" if action.kind == "F" else "backward"
-        flight.sent(self.links.send(tensor, action.stage, direction), tensor)
+        flight.sent(self.links.send(tensor, action.stage, DIRECTIONS[action.kind]), tensor)
         if action.kind == "B":
             self._leave(action)
 
@@ -601,11 +571,9 @@ class Pipeline:
         else:
             flight = self._flights[place]
             flight.receiving.pop("F").wait()
-            hidden = (
-                flight.hidden
-                if flight.direct is not None
-                else Arrival.apply(self._anchor, flight, flight.hidden)
-            )
+            hidden = flight.received["F"]
+            if flight.direct is None:
+                hidden = Arrival.apply(self._anchor, flight, hidden)
             arguments = (batch, tokens, hidden)
         if flight.handle is None:
             flight.out = chunk.run_eagerly(*arguments)
@@ -622,11 +590,12 @@ class Pipeline:
         assert flight.out is not None
         if action.stage < self.num_stages - 1:
             flight.receiving.pop("B").wait()
+        gradient = flight.received.get("B")
         if flight.direct is not None:
-            flight.direct.backward(flight.gradient)
+            flight.direct.backward(gradient)
             flight.input_gradient = flight.direct.input_gradient(HIDDEN)
         else:
-            torch.autograd.backward(flight.out, flight.gradient)
+            torch.autograd.backward(flight.out, gradient)
         flight.out = None
         if action.stage == 0:
             self._leave(action)
@@ -638,20 +607,11 @@ class Pipeline:
     def _crash(self) -> None:
         """An error has ended the step: forget its flights and give their slots back, for the next
         step needs them."""
-        for flight in [
-            *self._flights.values(),
-            *(flight for leaving in self._leaving.values() for flight in leaving),
-        ]:
+        for flight in itertools.chain(self._flights.values(), *self._leaving):
             if flight.lease is not None:
                 flight.lease.release()
         self._flights.clear()
-        for leaving in self._leaving.values():
-            leaving.clear()
-
-    def _drain(self) -> None:
-        for leaving in self._leaving.values():
-            while leaving:
-                leaving.popleft().finish()
+        self._leaving = [deque() for _ in self.chunks]
 
 
 def _without_company(chunks: Sequence[Control]) -> list[Control]:

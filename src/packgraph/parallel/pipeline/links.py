@@ -23,7 +23,7 @@ equal in every bit.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,6 @@ from packgraph.parallel.ranks import from_all
 STEPS = {"forward": 1, "backward": -1}
 
 
-class Transfer(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
-
-
 class _NothingSent:
     """A transfer of a dry run."""
 
@@ -50,6 +42,9 @@ class _NothingSent:
 
     def is_completed(self) -> bool:
         return True
+
+
+Transfer = dist.Work | _NothingSent  # a transfer under way
 
 
 class Links:
@@ -156,11 +151,7 @@ def make_links(mesh: Mesh) -> Links:
 def pipelines(mesh: Mesh) -> list[list[int]]:
     """The global ranks of every pipeline of the mesh, each in stage order: those that differ in
     `pp` only."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(mesh.world):
-        others = mesh.layout.coordinates(rank) | {"pp": 0}
-        found.setdefault(tuple(others.values()), []).append(rank)
-    return list(found.values())
+    return mesh.layout.grouped(lambda place: tuple((place | {"pp": 0}).values()))
 
 
 def shared_names(

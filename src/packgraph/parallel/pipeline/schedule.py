@@ -53,7 +53,7 @@ are there and its receiver has a slot, so waiting does not make a step longer.
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -168,50 +168,6 @@ def _row(rank: int, ranks: int, chunks: int, group: int, microbatches: int) -> t
     return tuple(action for action in row if action.microbatch < microbatches)
 
 
-def schedule_errors(schedule: Schedule) -> list[str]:
-    """Everything that is wrong with the set of actions: unknown, misplaced, doubled, missing; empty
-    when complete."""
-    if len(schedule.rows) != schedule.ranks:
-        return [
-            f"there must be one row per rank: {schedule.ranks} ranks, {len(schedule.rows)} rows"
-        ]
-    errors: list[str] = []
-    seen: set[Action] = set()
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if action.kind not in ("F", "B") or not (
-                0 <= action.stage < schedule.stages
-                and 0 <= action.microbatch < schedule.microbatches
-            ):
-                errors.append(
-                    f"rank {rank}: {action} is no action of {schedule.stages} stages and "
-                    f"{schedule.microbatches} microbatches"
-                )
-            elif schedule.rank_of(action.stage) != rank:
-                errors.append(
-                    f"rank {rank}: {action} belongs to rank {schedule.rank_of(action.stage)}, "
-                    "which holds its stage"
-                )
-            elif action in seen:
-                errors.append(f"rank {rank}: {action} stands twice")
-            seen.add(action)
-    missing = [str(action) for action in _all_actions(schedule) if action not in seen]
-    if missing:
-        shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        errors.append(
-            f"missing {len(missing)} of the {2 * schedule.stages * schedule.microbatches} actions: "
-            f"{shown}"
-        )
-    return errors
-
-
-def _all_actions(schedule: Schedule) -> Iterator[Action]:
-    for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
-            yield Action("F", stage, microbatch)
-            yield Action("B", stage, microbatch)
-
-
 @dataclass(frozen=True)
 class Timeline:
     """Start and end of every action, [rank][position in its row], in units of the costs given."""
@@ -243,10 +199,18 @@ def simulate(
 
     transfer_cost: time between the end of an action and the arrival of its result on another rank.
     microbatch_costs: factors on both costs per microbatch, such as the tokens of their buckets.
-    Raises ValueError when actions are missing, when the ranks wait for each other for ever, and for
-    costs that are not positive.
+    Raises ValueError when the ranks wait for each other for ever, and for costs that are not
+    positive.
     """
-    _check(schedule, forward_cost, backward_cost, transfer_cost, microbatch_costs)
+    errors = []
+    if min(forward_cost, backward_cost, *(microbatch_costs or [1])) <= 0 or transfer_cost < 0:
+        errors.append("costs must be positive")
+    if microbatch_costs is not None and len(microbatch_costs) != schedule.microbatches:
+        errors.append(
+            f"there are {len(microbatch_costs)} costs for {schedule.microbatches} microbatches"
+        )
+    if errors:
+        raise ValueError("this schedule cannot run:\n  - " + "\n  - ".join(errors))
     factors = [1.0] * schedule.microbatches if microbatch_costs is None else list(microbatch_costs)
     done: dict[Action, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.rows]
@@ -270,12 +234,9 @@ def simulate(
                 ends[rank].append(start + cost * factors[action.microbatch])
                 done[action] = ends[rank][-1]
                 moving = True
-    waiting = [
-        row[len(ended)] if len(ended) < len(row) else None
-        for row, ended in zip(schedule.rows, ends)
-    ]
+    waiting = [[action for action in row if action not in done] for row in schedule.rows]
     if any(waiting):
-        raise ValueError(_deadlock(schedule, waiting, done))
+        raise ValueError(_deadlock(schedule, waiting))
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
@@ -288,36 +249,17 @@ def needed(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     return (own, Action("B", stage + 1, microbatch)) if stage + 1 < schedule.stages else (own,)
 
 
-def _check(
-    schedule: Schedule,
-    forward_cost: float,
-    backward_cost: float,
-    transfer_cost: float,
-    microbatch_costs: Sequence[float] | None,
-) -> None:
-    errors = schedule_errors(schedule)
-    if min(forward_cost, backward_cost, *(microbatch_costs or [1])) <= 0 or transfer_cost < 0:
-        errors.append("costs must be positive")
-    if microbatch_costs is not None and len(microbatch_costs) != schedule.microbatches:
-        errors.append(
-            f"there are {len(microbatch_costs)} costs for {schedule.microbatches} microbatches"
-        )
-    if errors:
-        raise ValueError("this schedule cannot run:\n  - " + "\n  - ".join(errors))
-
-
-def _deadlock(
-    schedule: Schedule, waiting: Sequence[Action | None], done: dict[Action, float]
-) -> str:
-    lines = []
-    for rank, action in enumerate(waiting):
-        if action is not None:
+def _deadlock(schedule: Schedule, waiting: Sequence[Sequence[Action]]) -> str:
+    """The actions that ranks cannot begin, in words. waiting: by rank, all that have not run."""
+    left, lines = {action for row in waiting for action in row}, []
+    for rank, row in enumerate(waiting):
+        if row:
             absent = [
                 f"{source} of rank {schedule.rank_of(source.stage)}"
-                for source in needed(schedule, action)
-                if source not in done
+                for source in needed(schedule, row[0])
+                if source in left
             ]
-            lines.append(f"rank {rank} is at {action}, which waits for {' and '.join(absent)}")
+            lines.append(f"rank {rank} is at {row[0]}, which waits for {' and '.join(absent)}")
     return "this schedule cannot run: the ranks wait for each other\n  - " + "\n  - ".join(lines)
 
 
