@@ -247,12 +247,7 @@ class Heartbeat(Whereabouts):
             count = 0
             while not self._parted.is_set():
                 count += 1
-                beat = {
-                    "count": count,
-                    "place": self.place(),
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                }
+                beat = {"count": count, "place": self.place(), "who": self._who}
                 self._beats.set(f"beat/{self._rank}", json.dumps(beat))
                 if self._own is not None:
                     self._beats.compare_set("ended", "", json.dumps(self._own))
@@ -319,9 +314,8 @@ class Heartbeat(Whereabouts):
             text = f"rank {self._next} did not come within {most:.0f} s"
         elif self._neighbour and quiet["rank"] > patience:
             text = (
-                f"rank {self._next} (process {self._neighbour['pid']} on "
-                f"{self._neighbour['host']}) gave no sign of life for {quiet['rank']:.0f} s, last "
-                f"in phase {self._neighbour['place']}"
+                f"{self._neighbour['who']} gave no sign of life for {quiet['rank']:.0f} s, last in "
+                f"phase {self._neighbour['place']}"
             )
         else:
             return None
