@@ -9,7 +9,6 @@ parameter is made at once, so weights do not depend on what a rank keeps.
 """
 
 import itertools
-import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,12 +171,8 @@ def _without_memory(parameter: Tensor, device: torch.device) -> Tensor:
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
-        stride=_row_major(parameter.shape),
+        stride=torch.empty(parameter.shape, device="meta").stride(),
     )
-
-
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _owners(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -12,27 +12,21 @@ stacks, in order, with the values that it has in the whole, so weights do not de
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from packgraph.moe.dispatch.dispatcher import Dispatcher
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import Part, mark_part, part_of
-
-
-class OwnExperts(Protocol):
-    """Experts of a layer that this rank has: the first of them, and their number."""
-
-    first: int
-    count: int
 
 
 def split_experts(
     model: nn.Module,
     mesh: Mesh,
-    make_dispatcher: Callable[[int, dist.ProcessGroup | None], OwnExperts],
+    make_dispatcher: Callable[[int, dist.ProcessGroup | None], Dispatcher],
 ) -> int:
     """Keep this rank's experts in all layers of `model`, in place, and give each layer its
     dispatcher.
