@@ -26,10 +26,10 @@ def test_every_element_is_sent_once_whoever_has_copies(shape, data):
         for start, stop in [*ranges, *(ranges[owner] for owner in owners)]
     ]
     times = torch.zeros(shape)
-    for delivery in deliveries(held)["a"]:
-        corner, sizes = held[delivery.rank]["a"].rectangles[delivery.number]
+    for rank, number in deliveries(held)["a"]:
+        corner, sizes = held[rank]["a"].rectangles[number]
         times[tuple(slice(o, o + s) for o, s in zip(corner, sizes, strict=True))] += 1
-        assert delivery.rank < len(ranges), "the first rank that has a part sends it"
+        assert rank < len(ranges), "the first rank that has a part sends it"
     assert torch.equal(times, torch.ones(shape))
 
 

@@ -63,7 +63,9 @@ class SlowLinks(Links):
 
     def send(self, tensor, stage, direction):
         workers = self.__dict__.setdefault("workers", {})
-        worker = workers.setdefault(self.edge(stage, direction), ThreadPoolExecutor(max_workers=1))
+        worker = workers.setdefault(
+            (stage % self.size, direction), ThreadPoolExecutor(max_workers=1)
+        )
         start = super().send
 
         def later():

@@ -34,8 +34,7 @@ for those with an attribute `in_turn` that is true: they are called in the order
 
 def values_of(parameter: Tensor) -> Fill | None:
     """Fill of `parameter`, None where it has its values."""
-    found: Fill | None = getattr(parameter, _MARK, None)
-    return found
+    return getattr(parameter, _MARK, None)
 
 
 def set_values(parameter: Tensor, fill: Fill) -> None:

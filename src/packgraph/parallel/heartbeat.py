@@ -212,7 +212,9 @@ class Heartbeat(Whereabouts):
     def _fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends. Raises LostRankError if it ends for want of
         another."""
-        _heed_no_more()
+        # This process ends, and says why first, whoever tells it to end meanwhile.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, _Terminated) or is_broken_connection(error):
             self._broken = True
             # Who looks at the lost rank may have noticed nothing yet; but whoever was told to end
@@ -398,9 +400,3 @@ def _terminable() -> Iterator[None]:
     yield
     # Not in a `finally`: a process that fails shall say why before torchrun ends it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _heed_no_more() -> None:
-    """This process ends, and says why first, whoever tells it to end meanwhile."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)

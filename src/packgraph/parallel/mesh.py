@@ -324,7 +324,7 @@ class Mesh:
     def context_group(self, size: int) -> dist.ProcessGroup:
         """The process group of the `size` ranks, of layout.contexts or cp, that share rows with
         this one."""
-        group = self.group("cp") if size == self.size("cp") else self.made[_context(size)]
+        group = self.group("cp") if size == self.size("cp") else self.made[f"context {size}"]
         assert group is not None
         return group
 
@@ -368,10 +368,6 @@ def _place(layout: Layout, rank: int) -> dict[str, int]:
     return place | {"ep": place["dp"] % layout.ep, "edp": place["dp"] // layout.ep}
 
 
-def _context(size: int) -> str:
-    return f"context {size}"
-
-
 def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
     """Numbers of ranks that may share a row, from `least` to `cp`: cp and the powers of two that
     divide it, ascending."""
@@ -385,7 +381,7 @@ def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
     mine: dict[str, dist.ProcessGroup] = {}
     # The largest groups first: they take most memory.
     wanted = {
-        _context(size): layout.context_ranks(size)
+        f"context {size}": layout.context_ranks(size)
         for size in sorted(layout.contexts, reverse=True)
         if 1 < size < layout.cp
     }

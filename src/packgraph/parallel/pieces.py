@@ -69,8 +69,7 @@ def mark_part(parameter: nn.Parameter, part: Part) -> None:
 
 def part_of(parameter: Tensor) -> Part | None:
     """Returns the mark of `mark_part`; None for a parameter of which every replica has a copy."""
-    found: Part | None = getattr(parameter, _MARK, None)
-    return found
+    return getattr(parameter, _MARK, None)
 
 
 def stored(
@@ -201,27 +200,20 @@ class Holding:
     rectangles: tuple[Rectangle, ...]
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """Rectangle `number` of what `rank` holds of a tensor, which that rank sends."""
-
-    rank: int
-    number: int
-
-
-def deliveries(held: Sequence[Mapping[str, Holding]]) -> dict[str, list[Delivery]]:
-    """Senders of the pieces of every tensor, in order of names as ranks first name them.
+def deliveries(held: Sequence[Mapping[str, Holding]]) -> dict[str, list[tuple[int, int]]]:
+    """Senders of the pieces of every tensor, in order of names as ranks first name them: the rank,
+    and the number of the rectangle among those that it holds.
 
     held: by rank. What several ranks hold they must hold as equal rectangles. Raises ValueError
     that names a tensor whose rectangles leave a gap or overlap.
     """
-    chosen: dict[str, dict[Rectangle, Delivery]] = {}
+    chosen: dict[str, dict[Rectangle, tuple[int, int]]] = {}
     for rank, tensors in enumerate(held):
         for name, holding in tensors.items():
             known = chosen.setdefault(name, {})
             for number, rectangle in enumerate(holding.rectangles):
                 if math.prod(rectangle[1]):
-                    known.setdefault(rectangle, Delivery(rank, number))
+                    known.setdefault(rectangle, (rank, number))
     for name, known in chosen.items():
         shape = next(tensors[name].shape for tensors in held if name in tensors)
         count = sum(math.prod(sizes) for _, sizes in known)
@@ -266,15 +258,15 @@ def collect_over(
         if own == 0:
             yield name, _put_together(name, wanted, held, parts, device, group)
             continue
-        for delivery in wanted:
-            if delivery.rank == own:
-                sent = parts[name][delivery.number][1].contiguous()
+        for rank, number in wanted:
+            if rank == own:
+                sent = parts[name][number][1].contiguous()
                 dist.send(sent, group=group, group_dst=0)
 
 
 def _put_together(
     name: str,
-    wanted: Sequence[Delivery],
+    wanted: Sequence[tuple[int, int]],
     held: Sequence[Mapping[str, Holding]],
     parts: Mapping[str, Sequence[tuple[tuple[int, ...], Tensor]]],
     device: torch.device,
@@ -282,21 +274,21 @@ def _put_together(
 ) -> Tensor:
     """The whole tensor, of this rank's parts and what the others send."""
     holding = (
-        held[wanted[0].rank][name]
+        held[wanted[0][0]][name]
         if wanted
         else next(tensors[name] for tensors in held if name in tensors)
     )
     whole = torch.empty(holding.shape, dtype=holding.dtype, device=device)
-    for delivery in wanted:
-        corner, sizes = held[delivery.rank][name].rectangles[delivery.number]
+    for rank, number in wanted:
+        corner, sizes = held[rank][name].rectangles[number]
         place = whole[
             tuple(slice(offset, offset + size) for offset, size in zip(corner, sizes, strict=True))
         ]
-        if delivery.rank == 0:
-            place.copy_(parts[name][delivery.number][1])
+        if rank == 0:
+            place.copy_(parts[name][number][1])
             continue
         received = torch.empty(sizes, dtype=holding.dtype, device=device)
-        dist.recv(received, group=group, group_src=delivery.rank)
+        dist.recv(received, group=group, group_src=rank)
         place.copy_(received)
     return whole
 

@@ -63,7 +63,7 @@ PATIENCE = 120.0  # seconds that partners of a failed capture may still need for
 SILENCE = 600.0  # the same where nobody has failed: one rank may compile longer than another
 MEETING = 10.0  # seconds that a rank waits for others which may replay instead
 PAUSE = 0.002
-FATAL, _SEPARATOR = "fatal", "\n"
+FATAL = "fatal"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 REMEDY = "start all processes by torchrun, which sets these variables, or unset them for one alone"
@@ -210,8 +210,7 @@ def _get(store: Any, key: str) -> bytes:
         if time.monotonic() > end:
             raise dist.DistError(f"rank 0 said nothing for {limit:.0f} s")
         time.sleep(LOOK)
-    found: bytes = store.get(key)
-    return found
+    return store.get(key)
 
 
 @contextlib.contextmanager
@@ -327,8 +326,7 @@ def decided_by_first(
         return decide()
     if launch.rank == 0:
         store.set("decided", pickle.dumps(_outcome(decide, errors)))
-    found: Result = _result(*pickle.loads(_get(store, "decided")))  # of this run's own rank 0
-    return found
+    return _result(*pickle.loads(_get(store, "decided")))  # of this run's own rank 0
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
@@ -341,8 +339,7 @@ def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception])
         return action()
     told: list[Any] = [_outcome(action, errors) if mesh.rank == 0 else None]
     dist.broadcast_object_list(told, src=0, group=mesh.host_group)
-    found: Result = _result(*told[0])
-    return found
+    return _result(*told[0])
 
 
 def on_each(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
@@ -353,8 +350,7 @@ def on_each(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) 
     """
     result, failed = _outcome(action, errors)
     first = next((told for told in from_all(mesh, failed) if told is not None), None)
-    found: Result = _result(result, first)
-    return found
+    return _result(result, first)
 
 
 def unanimous(group: dist.ProcessGroup | None) -> Agreement:
@@ -394,21 +390,15 @@ class StoreConsensus(Consensus):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         here = f"packgraph/{self._name}/meeting/{place}"
-        self._store.set(f"{here}/{self._rank}", _SEPARATOR.join(wish))
+        self._store.set(f"{here}/{self._rank}", "\n".join(wish))
         if self._store.add(f"{here}/came", 1) == len(self._ranks):
             told = [self._store.get(f"{here}/{rank}").decode() for rank in self._ranks]
-            wishes = [(kind, call) for kind, call in (text.split(_SEPARATOR) for text in told)]
-            return self._decide(here, verdict(wishes))
-        until = time.monotonic() + MEETING
-        while not self._store.check([f"{here}/verdict"]):
-            if time.monotonic() > until:
-                return self._decide(here, EAGER)
-            time.sleep(PAUSE)
-        return self._store.get(f"{here}/verdict").decode()
-
-    def _decide(self, here: str, found: str) -> str:
-        """The verdict of a meeting: `found`, unless another rank has decided before."""
-        if self._store.add(f"{here}/decided", 1) == 1:
+            found = verdict([(kind, call) for kind, call in (text.split("\n") for text in told)])
+        else:
+            until, found = time.monotonic() + MEETING, EAGER
+            while not self._store.check([f"{here}/verdict"]) and time.monotonic() < until:
+                time.sleep(PAUSE)
+        if self._store.add(f"{here}/decided", 1) == 1:  # no other rank has decided before
             self._store.set(f"{here}/verdict", found)
         return self._store.get(f"{here}/verdict").decode()
 

@@ -378,20 +378,15 @@ class Replicas:
         parameter = member.parameter
         if given[0] is not None:
             run.touched.add(id(parameter))
-            if id(parameter) not in run.later:
-                self._refuse_late(parameter)
+            if id(parameter) not in run.later and self._flat.launched:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} gets a gradient from outside "
+                    "of the replicated module after its own may have been sent: run the backward "
+                    "of such a loss within no_sync(), and then reduce_gradients()"
+                )
         if id(parameter) in run.later:
             run.later.discard(id(parameter))
             self._done(run, [member])
-
-    def _refuse_late(self, parameter: Tensor) -> None:
-        """A hook of a parameter that was taken to be final."""
-        if self._flat.launched:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} gets a gradient from outside of "
-                "the replicated module after its own may have been sent: run the backward of such "
-                "a loss within no_sync(), and then reduce_gradients()"
-            )
 
     def _done(self, run: _Backward, members: Sequence[Member]) -> None:
         """One of the nodes that add to the gradients of `members` is done."""

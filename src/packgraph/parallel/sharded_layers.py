@@ -167,7 +167,7 @@ class ShardedLayer:
         self._gathers = [] if self.after is None else self.after.gather()
         # The layer in front reduces these gradients, if it has a backward.
         hands_over = left is not None and left[1]
-        state, has_node = _through(partial(self.end, hands_over), state)
+        state, has_node = _through(lambda on: _end_open(self, hands_over and on), state)
         return {**state, _WITHIN: not has_node}
 
     def leave(self, state: State) -> State:
@@ -243,10 +243,6 @@ class ShardedLayer:
         self._gathers = [] if self.before is None or late else self.before.gather()
         self._reductions = [] if self.after is None else self.after.reduce()
 
-    def end(self, hands_over: bool, is_reached: bool) -> None:
-        """The backward is in front of the layer; it ends if it has begun."""
-        _end_open(self, hands_over and is_reached)
-
     def end_backward(self, hands_over: bool) -> None:
         """The gradients are complete. hands_over: the layer in front reduces them."""
         add_waiting_gradients()
@@ -262,10 +258,9 @@ def _gather(span: GradientBucket) -> Exchange:
     """Begin to make its parameters whole."""
     if span.peers is not None:
         return span.peers.gather()
-    work: Exchange = all_gather_flat(
+    return all_gather_flat(
         span.parameters, span.kept_parameters, group=span.within.shard, async_op=True
     )
-    return work
 
 
 def _reduce(span: GradientBucket) -> Reduction:

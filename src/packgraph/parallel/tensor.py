@@ -92,11 +92,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
     T / ranks rows then. Make the optimizer afterwards. Raises ValueError with all reasons when the
     sizes of the model do not divide.
     """
-    problems = tensor_problems(model.config, mesh.size()) + _float8_problems(model, mesh.size())
+    float8, problems = _float8_to_split(model), tensor_problems(model.config, mesh.size())
+    problems += [
+        f"{name}: {problem}"
+        for name, layer in float8.items()
+        if (problem := layer_problem(layer, *parts_of_layer(name, mesh.size())))
+    ]
     if problems:
         raise ValueError("; ".join(problems))
     styles = _styles(Shard(0) if sequence else Replicate())
-    float8 = _float8_to_split(model)
     plan = {
         name: styles[name.rpartition(".")[2]]
         for name, _ in model.named_modules()
@@ -135,15 +139,6 @@ def _float8_to_split(model: nn.Module) -> dict[str, Float8Linear]:
     }
 
 
-def _float8_problems(model: nn.Module, ranks: int) -> list[str]:
-    """Every reason why layers of `model` in float8 cannot be split over `ranks`."""
-    return [
-        f"{name}: {problem}"
-        for name, layer in _float8_to_split(model).items()
-        if (problem := layer_problem(layer, *parts_of_layer(name, ranks)))
-    ]
-
-
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Let the parameter `name` of `module`, equal on all ranks, be a DTensor."""
     whole = module.get_parameter(name)
@@ -160,8 +155,7 @@ def whole_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if mesh is None:
         return x
     split = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
-    whole: Tensor = split.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Replicate()])
-    return whole
+    return split.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 def own_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -170,8 +164,7 @@ def own_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     if mesh is None:
         return x
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    own: Tensor = whole.redistribute(mesh, [Shard(0)]).to_local()
-    return own
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _styles(rows: Placement) -> dict[str, ParallelStyle]:

@@ -110,7 +110,7 @@ def head_log_probabilities(
     if not isinstance(weight, DTensor):
         return linear_log_probabilities(hidden, weight, labels, chunk, entropy=entropy)
     whole, own = _operands(hidden, weight, labels)
-    found: Tensor = _SplitLogProbabilities.apply(
+    return _SplitLogProbabilities.apply(
         whole,
         own,
         labels,
@@ -120,7 +120,6 @@ def head_log_probabilities(
         weight.device_mesh.get_group(),
         entropy,
     )
-    return found
 
 
 def _operands(hidden: Tensor, weight: DTensor, labels: Tensor) -> tuple[Tensor, Tensor]:

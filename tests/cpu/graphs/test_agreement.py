@@ -119,6 +119,8 @@ def test_a_meeting_waits_for_what_the_device_still_exchanges():
         mock.patch("torch.cuda.synchronize", side_effect=lambda: order.append("device")),
     ):
         asks = StoreConsensus("test", [0])
-        with mock.patch.object(asks, "_decide", side_effect=lambda *_: order.append("decide")):
-            asks.meet("here", (CAPTURE, "it"))
-    assert order == ["device", "decide"]
+        with mock.patch.object(asks, "_store", wraps=store) as watched:
+            watched.set.side_effect = lambda *_: order.append("store")
+            with mock.patch.object(watched, "get", return_value=b"run\nit"):
+                asks.meet("here", (CAPTURE, "it"))
+    assert order[:2] == ["device", "store"]

@@ -66,9 +66,7 @@ def openings(
             for bins in ways:
                 shrunk = tuple(
                     (
-                        _allowed(
-                            larger, sum(lengths[document] for document in documents), request.tokens
-                        ),
+                        request.needed(sum(lengths[document] for document in documents), larger),
                         documents,
                     )
                     for _, documents in bins
@@ -111,10 +109,6 @@ def _least_us(
     return base * microsteps + (groups + pairs) / request.world
 
 
-def _allowed(sizes: Sequence[int], tokens: int, per_rank: int) -> int:
-    return next(size for size in sizes if size * per_rank >= tokens)
-
-
 def _best_fit(
     order: Sequence[int],
     lengths: Sequence[int],
@@ -132,7 +126,7 @@ def _best_fit(
             room, index = rooms.pop(place)
         else:
             index = len(bins)
-            bins.append((max(least, _allowed(sizes, length, request.tokens)), []))
+            bins.append((max(least, request.needed(length, sizes)), []))
             room = bins[index][0] * request.tokens
         bins[index][1].append(document)
         if len(bins[index][1]) < request.places[-1]:

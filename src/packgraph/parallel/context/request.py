@@ -264,9 +264,9 @@ class ContextRequest:
         """Tokens of the longest document that fits."""
         return self.sizes[-1] * self.tokens
 
-    def needed(self, length: int) -> int:
-        """The smallest legal size that holds a document of `length` tokens."""
-        return next(size for size in self.sizes if size * self.tokens >= length)
+    def needed(self, length: int, sizes: Sequence[int] = ()) -> int:
+        """The smallest size, of `sizes` or of all legal ones, that holds `length` tokens."""
+        return next(size for size in sizes or self.sizes if size * self.tokens >= length)
 
     def places_for(self, documents: int) -> int:
         """The fewest places that a row of so many documents may have."""

@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.graphed import Control, GraphedModule, control
+from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import Agreement, GraphedStep, Standing
@@ -71,7 +71,7 @@ class InFlight:
         self.out: torch.Tensor | None = None
         self.input_gradient: torch.Tensor | None = None
         self.receiving: dict[Kind, Transfer] = {}
-        self._sending: list[tuple[Transfer, torch.Tensor]] = []
+        self.sending: list[tuple[Transfer, torch.Tensor]] = []  # kept until they are done
 
     def buffer(self, kind: Kind, like: torch.Tensor) -> torch.Tensor:
         """Buffer for receiving what an action of this kind needs, of `like`'s shape: the slot's own
@@ -84,19 +84,15 @@ class InFlight:
         self.received[kind] = found
         return found
 
-    def sent(self, transfer: Transfer, tensor: torch.Tensor) -> None:
-        """Keep `tensor` until `transfer` is done."""
-        self._sending.append((transfer, tensor))
-
     def delivered(self) -> bool:
         """Tells whether all sends are done."""
-        return all(transfer.is_completed() for transfer, _ in self._sending)
+        return all(transfer.is_completed() for transfer, _ in self.sending)
 
     def finish(self) -> None:
         """Wait for the sends (on CUDA: make the stream wait) and give the slot back."""
-        for transfer, _ in self._sending:
+        for transfer, _ in self.sending:
             transfer.wait()
-        self._sending = []
+        self.sending = []
         if self.lease is not None:
             self.lease.release()
         self.out = self.input_gradient = None
@@ -174,7 +170,17 @@ class Pipeline:
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.lends = True
-        self._alone = _without_company(self.chunks)
+        # Chunks that share no parameter with another: others may put `.grad` of a shared one into
+        # their own buffer.
+        owned = [
+            {id(parameter) for parameter in chunk.module.parameters()} for chunk in self.chunks
+        ]
+        users = Counter(itertools.chain(*owned))
+        self._alone = [
+            chunk
+            for chunk, parameters in zip(self.chunks, owned, strict=True)
+            if all(users[parameter] == 1 for parameter in parameters)
+        ]
         self._plain = False
         self._watched: int | None = (
             None  # the microbatch whose outputs are looked at: they need autograd's graph
@@ -319,7 +325,13 @@ class Pipeline:
         self._agree(batches, tokens_in_step)
         ranks, total = self.links.size, torch.zeros((), dtype=torch.float64, device=self.device)
         sent: deque[tuple[Transfer, torch.Tensor]] = deque()
-        for stage, batch in self._forwards(batches):
+        turns = (
+            (stage, batch)
+            for first in range(0, len(batches), ranks)
+            for stage in map(self._stage, range(len(self.chunks)))
+            for batch in batches[first : first + ranks]
+        )
+        for stage, batch in turns:
             arguments: tuple[object, ...] = (batch, tokens_in_step)
             if stage > 0:
                 hidden = torch.empty_like(self._like(batch), memory_format=CONTIGUOUS)
@@ -337,13 +349,6 @@ class Pipeline:
             transfer.wait()
         self.links.sum(total)
         return total
-
-    def _forwards(self, batches: Sequence[PackedBatch]) -> Iterator[tuple[int, PackedBatch]]:
-        """This rank's stages and their microbatches, in the order of `evaluate`."""
-        for first in range(0, len(batches), self.links.size):
-            for stage in map(self._stage, range(len(self.chunks))):
-                for batch in batches[first : first + self.links.size]:
-                    yield stage, batch
 
     def _forward_alone(self, index: int, arguments: tuple[object, ...]) -> torch.Tensor:
         """The output of a chunk, contiguous memory of its own."""
@@ -554,7 +559,8 @@ class Pipeline:
         made = flight.out if action.kind == "F" else flight.input_gradient
         assert made is not None
         tensor = made.detach().contiguous()
-        flight.sent(self.links.send(tensor, action.stage, DIRECTIONS[action.kind]), tensor)
+        transfer = self.links.send(tensor, action.stage, DIRECTIONS[action.kind])
+        flight.sending.append((transfer, tensor))
         if action.kind == "B":
             self._leave(action)
 
@@ -612,15 +618,3 @@ class Pipeline:
                 flight.lease.release()
         self._flights.clear()
         self._leaving = [deque() for _ in self.chunks]
-
-
-def _without_company(chunks: Sequence[Control]) -> list[Control]:
-    """The chunks that share no parameter with another: others may put `.grad` of a shared one into
-    their own buffer."""
-    owned = [{id(parameter) for parameter in chunk.module.parameters()} for chunk in chunks]
-    users = Counter(parameter for parameters in owned for parameter in parameters)
-    return [
-        chunk
-        for chunk, parameters in zip(chunks, owned, strict=True)
-        if all(users[parameter] == 1 for parameter in parameters)
-    ]

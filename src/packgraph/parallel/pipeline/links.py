@@ -100,13 +100,10 @@ class Links:
         group = self.group(source, direction)
         return dist.irecv(tensor, self.ranks[source % self.size], group=group)  # type: ignore[return-value]
 
-    def edge(self, stage: int, direction: str) -> str:
-        """The name of the edge over which virtual stage `stage` sends in `direction`."""
-        return f"{direction} from {stage % self.size}"
-
     def group(self, stage: int, direction: str) -> Any:
-        """The process group of that edge; None when this process is at neither end."""
-        return self._groups.get(self.edge(stage, direction))
+        """The process group of the edge over which virtual stage `stage` sends in `direction`; None
+        when this process is at neither end."""
+        return self._groups.get(f"{direction} from {stage % self.size}")
 
     def warm_up(self, token: torch.Tensor) -> None:
         """Send `token` once over every edge, one after another; collective.

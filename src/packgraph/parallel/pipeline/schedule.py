@@ -449,11 +449,9 @@ class _TimeLine:
 
     def _take_slot(self, rank: int, action: Action) -> bool:
         chunk = self.schedule.chunk_of(action.stage)
-        self.free[rank][chunk] -= 1
-        if self.free[rank][chunk] < 0:
-            self.free[rank][chunk] = 0
-            return False
-        return True
+        has_slot = self.free[rank][chunk] > 0
+        self.free[rank][chunk] -= has_slot
+        return has_slot
 
     def _transfer(self, action: Action, receiver: Action) -> None:
         self.received.add(receiver)
