@@ -6,37 +6,32 @@ from packgraph.packing.buckets.cost import GIBIBYTE
 from packgraph.packing.buckets.lengths import PackedRows
 from packgraph.packing.buckets.planner import BucketPlan
 from packgraph.packing.buckets.sets import Fills
-from packgraph.viz.drawing import aligned
+from packgraph.viz.drawing import aligned, counted
 
 FEWEST_ROWS = 2  # held out, of which a share is told
 HEADER = ("bucket", "rows", "tokens used", "documents used", "pool")
 
 
-def _held_out(unseen: PackedRows) -> str:
-    """Nothing where too few rows were held out to say something."""
-    if unseen.rows < FEWEST_ROWS:
-        return ""
-    return f"{unseen.padding:.2%} in {unseen.rows:,} rows of documents that were held out; "
-
-
 def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
     """The chosen buckets, what they cost and what they leave empty. unseen: held out documents,
     packed into them."""
-    request, buckets = plan.request, len(plan.capacities)
-    cost = request.cost
+    request, buckets, cost = plan.request, len(plan.capacities), plan.request.cost
+    held_out = f"{unseen.padding:.2%} in {unseen.rows:,} rows of documents that were held out; "
+    if unseen.rows < FEWEST_ROWS:
+        held_out = ""
     lines = [
         *aligned([HEADER, *_table(plan)]),
         "",
-        f"padding   {plan.sample.padding:.2%} of the places for tokens; {_held_out(unseen)}"
+        f"padding   {plan.sample.padding:.2%} of the places for tokens; {held_out}"
         f"{plan.alone.padding:.2%} with the largest bucket alone",
         f"time      {plan.above_bound:.1%} above rows in shapes of their own, by the model of "
         "costs; "
         f"{plan.alone.above_bound(cost):.1%} with the largest bucket alone",
         f"memory    {plan.memory_bytes / GIBIBYTE:.2f} GiB predicted: "
-        f"{_count(request.slots, 'slot')} with a pool of "
-        f"{max(plan.pool_bytes) / GIBIBYTE:.2f} GiB and the graphs of {_count(buckets, 'bucket')}",
-        f"capture   {plan.capture_seconds:.1f} s predicted: {_count(buckets, 'bucket')} x "
-        f"{_count(request.layers, 'layer')} x {_count(request.slots, 'slot')}",
+        f"{counted(request.slots, 'slot')} with a pool of "
+        f"{max(plan.pool_bytes) / GIBIBYTE:.2f} GiB and the graphs of {counted(buckets, 'bucket')}",
+        f"capture   {plan.capture_seconds:.1f} s predicted: {counted(buckets, 'bucket')} x "
+        f"{counted(request.layers, 'layer')} x {counted(request.slots, 'slot')}",
         *(f"note      {note}" for note in plan.notes),
         f"use       --graph.capacities {capacities_option(plan)}",
     ]
@@ -102,7 +97,3 @@ def _rows(fills: Fills) -> int:
 def _mean(fills: Fills, axis: int) -> float:
     """Tokens (axis 0) or documents (1) of a row on average; 0 without rows."""
     return sum(fill[axis] * rows for fill, rows in fills.items()) / max(1, _rows(fills))
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"

@@ -15,7 +15,7 @@ and what stays pale is padding. Colours tell the size of the group.
 from typing import Any
 
 from packgraph.parallel.context.plan import ContextPlan, RowGroup
-from packgraph.viz.drawing import Block, Lane, colour, draw_lanes
+from packgraph.viz.drawing import Block, colour, draw_lanes
 
 MOST_LINES = 60  # of the table; an SVG and JSON have all
 WIDTH = 1100
@@ -175,7 +175,7 @@ def draw_context_svg(plan: ContextPlan, title: str) -> str:
         title,
         f"{plan.step_us / 1000:.1f} ms predicted, {plan.balance:.1%} of the lower bound; padding "
         f"{plan.padding:.2%}; time in ms",
-        [Lane(group=f"rank {rank}") for rank in range(plan.request.world)],
+        [f"rank {rank}" for rank in range(plan.request.world)],
         [
             block
             for index, microstep in enumerate(plan.microsteps)
@@ -185,11 +185,9 @@ def draw_context_svg(plan: ContextPlan, title: str) -> str:
         plan.step_us,
         width=WIDTH,
         unit=1000,
-        legend=[(f"cp {size}", [_colour(plan, size, 0.7)]) for size in plan.request.sizes],
-        notes=[
-            "a box: one row on its ranks, divided by the tokens of its documents (numbers); "
-            "pale: padding"
-        ],
+        legend=[(f"cp {size}", _colour(plan, size, 0.7)) for size in plan.request.sizes],
+        note="a box: one row on its ranks, divided by the tokens of its documents (numbers); "
+        "pale: padding",
     )
 
 

@@ -4,7 +4,7 @@ All show blocks of compute, waiting and copies on three lanes, from a timeline t
 measured, so that both can be laid side by side.
 
 In SVG colours tell modules: compute and copies of a module have its colour, groups that stay are
-pale, waiting is red. The memory is a filled line with that of all groups kept as a ruler.
+pale, waiting is red.
 
 The Chrome trace is for chrome://tracing and ui.perfetto.dev, beside a profile: complete events
 ("X", with ts and dur in microseconds) on three threads per rank, the device's memory as a counter
@@ -12,26 +12,14 @@ The Chrome trace is for chrome://tracing and ui.perfetto.dev, beside a profile: 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from packgraph.graphs.memory.budget import shown
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.simulate import OffloadTimeline
-from packgraph.viz.drawing import (
-    LANE,
-    LEFT,
-    TOP,
-    Block,
-    Lane,
-    aligned,
-    colour,
-    draw_lanes,
-    line,
-    number,
-    text,
-)
+from packgraph.viz.drawing import Block, aligned, colour, draw_lanes
 
 COMPUTE, TO_HOST, TO_DEVICE = LANES = ("compute", "to host", "to device")
 FORWARD, BACKWARD, WAIT, COPY = "forward", "backward", "wait", "copy"
@@ -48,7 +36,7 @@ HEADER = (
     "to host",
     "to device",
 )
-WIDTH, CHART, MARGIN = 1100, 120, 16
+WIDTH = 1100
 OUTSIDE, WAITING = "#8b949e", "#cf222e"
 
 
@@ -99,91 +87,37 @@ def offload_blocks(trace: OffloadTrace, timeline: OffloadTimeline) -> list[Offlo
     return [block for block in blocks if block.end > block.start]
 
 
-@dataclass(frozen=True)
-class OffloadFigures:
-    """A rank's row of the table: per microbatch, but for the peaks, which are those of the device.
-
-    copied: bytes in one direction. kept_bytes: what all groups keep for the backward when nothing
-        moves. host_us,
-    device_us: how long copies to the host and back take together.
-    """
-
-    moved: int
-    groups: int
-    copied: int
-    host_us: float
-    device_us: float
-    exposed_us: float
-    compute_us: float
-    peak_bytes: int
-    kept_peak_bytes: int
-    kept_bytes: int
-
-    @property
-    def share(self) -> float:
-        """Share that moves of what the groups keep for the backward."""
-        return self.copied / self.kept_bytes if self.kept_bytes else 0.0
-
-    @property
-    def hidden_us(self) -> float:
-        """Copy time that passes while compute runs."""
-        return self.host_us + self.device_us - self.exposed_us
-
-    @property
-    def lost(self) -> float:
-        """Waiting over compute."""
-        return self.exposed_us / self.compute_us if self.compute_us else 0.0
-
-
-def offload_figures(
-    trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTimeline
-) -> OffloadFigures:
-    """The figures of one rank."""
-    copied = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
-    return OffloadFigures(
-        sum(plan.moves),
-        len(plan.moves),
-        copied,
-        timeline.copy_us(True),
-        timeline.copy_us(False),
-        timeline.exposed_us,
-        trace.compute_us,
-        timeline.peak_bytes,
-        trace.kept_peak_bytes,
-        trace.bytes,
-    )
-
-
-def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
-    """figures: of every rank, or of every chunk of it, with its name. At most 120 columns for short
-    ones; ends with a newline."""
+def offload_table(
+    ranks: Sequence[tuple[str, OffloadTrace, OffloadPlan, OffloadTimeline]],
+) -> str:
+    """A line for every rank, or every chunk of it, with its name: per microbatch, but for the
+    peaks, which are those of the device. At most 120 columns for short names; ends with a
+    newline."""
     table = [list(HEADER)]
-    for name, row in figures:
+    for name, trace, plan, timeline in ranks:
+        copied = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
+        host_us, device_us = timeline.copy_us(True), timeline.copy_us(False)
+        exposed = timeline.exposed_us
         table.append(
             [
                 name,
-                f"{row.moved} of {row.groups}",
-                shown(row.copied),
-                f"{row.share:.0%}",
-                shown(row.peak_bytes),
-                shown(row.kept_peak_bytes),
-                f"{row.hidden_us / 1000:.2f} ms",
-                f"{row.exposed_us / 1000:.2f} ms",
-                f"{row.lost:.2%}",
-                _speed(row.copied, row.host_us),
-                _speed(row.copied, row.device_us),
+                f"{sum(plan.moves)} of {len(plan.moves)}",
+                shown(copied),
+                f"{copied / max(trace.bytes, 1):.0%}",
+                shown(timeline.peak_bytes),
+                shown(trace.kept_peak_bytes),
+                f"{(host_us + device_us - exposed) / 1000:.2f} ms",
+                f"{exposed / 1000:.2f} ms",
+                f"{exposed / trace.compute_us if trace.compute_us else 0.0:.2%}",
+                _speed(copied, host_us),
+                _speed(copied, device_us),
             ]
         )
-    return (
-        "\n".join(
-            [
-                *aligned(table),
-                "moved, hidden, exposed: per microbatch; of kept: of what groups keep; lost: "
-                "exposed over compute; peak: all in flight",
-            ]
-        )
-        + "\n"
+    told = (
+        "moved, hidden, exposed: per microbatch; of kept: of what groups keep; lost: "
+        "exposed over compute; peak: all in flight"
     )
+    return "\n".join([*aligned(table), told]) + "\n"
 
 
 def _speed(nbytes: int, us: float) -> str:
@@ -195,77 +129,38 @@ def draw_offload_svg(
 ) -> str:
     """The whole drawing as the text of an SVG file."""
     copies_us = timeline.copy_us(True) + timeline.copy_us(False)
+    names = list(dict.fromkeys(group.name for group in trace.groups))
+    # One hue per module, none of them the red of waiting.
+    hues = {name: 0.1 + place / len(names) * 0.8 for place, name in enumerate(names)}
+    modules = [(name, colour(hue, 0.62, 0.5)) for name, hue in hues.items()]
     return draw_lanes(
         title,
         f"{sum(plan.moves)} of {len(plan.moves)} groups move; copies of "
         f"{copies_us / 1000:.2f} ms, {timeline.exposed_us / 1000:.2f} ms of them exposed; peak "
         f"{shown(timeline.peak_bytes)}, {shown(trace.kept_peak_bytes)} without; time in ms",
-        [Lane(group=lane) for lane in LANES],
-        [_drawn(trace, plan, block) for block in offload_blocks(trace, timeline)],
+        LANES,
+        [_drawn(trace, plan, block, hues) for block in offload_blocks(trace, timeline)],
         timeline.end,
         width=WIDTH,
         unit=1000,
-        legend=[
-            *((name, [_colour(trace, name, 0.62)]) for name in _names(trace)),
-            ("compute waits", [WAITING]),
-        ],
-        notes=[
-            "pale: groups that stay; grey: outside of the groups; broken line: end of the forward; "
-            "memory: all microbatches in flight"
-        ],
-        under=_memory(trace, timeline),
-        under_height=MARGIN + CHART,
+        legend=[*modules, ("compute waits", WAITING)],
+        note="pale: groups that stay; grey: outside of the groups; trace.json has the memory",
     )
 
 
-def _drawn(trace: OffloadTrace, plan: OffloadPlan, block: OffloadBlock) -> Block:
+def _drawn(
+    trace: OffloadTrace, plan: OffloadPlan, block: OffloadBlock, hues: Mapping[str, float]
+) -> Block:
     """A box; what it is stands in its tooltip."""
     told, shade = f"{block.kind}, outside of the groups", OUTSIDE
     if block.group is not None:
         group = trace.groups[block.group]
         told = f"{block.kind} of {group.name}, layer {group.layer}, {shown(group.bytes)}"
         is_pale = block.lane == COMPUTE and not plan.moves[block.group]
-        shade = _colour(trace, group.name, 0.84 if is_pale else 0.62)
+        shade = colour(hues[group.name], 0.84 if is_pale else 0.62, 0.5)
     told += f", {block.start / 1000:.3f} to {block.end / 1000:.3f} ms"
     shade = WAITING if block.kind == WAIT else shade
     return Block(LANES.index(block.lane), block.start, block.end, shade, told)
-
-
-def _memory(trace: OffloadTrace, timeline: OffloadTimeline) -> list[str]:
-    """Bytes over time as steps, from 0 to what would be held without offloading, and where the
-    forward ends."""
-    scale, top = WIDTH / max(timeline.end, 1e-9), TOP + len(LANES) * LANE + MARGIN
-    peak, most = timeline.peak_bytes, max(trace.kept_peak_bytes, timeline.peak_bytes, 1)
-
-    def height(held: int) -> float:
-        return top + CHART - held / most * CHART
-
-    steps = [
-        f"H{number(LEFT + time * scale)}V{number(height(held))}" for time, held in timeline.memory
-    ]
-    end = f"H{number(LEFT + timeline.end * scale)}V{number(height(0))}Z"
-    forward = LEFT + timeline.forward_end * scale
-    dashed = f'stroke="{OUTSIDE}" stroke-dasharray="4 3"'
-    path = f"M{LEFT} {number(height(0))}{''.join(steps)}{end}"
-    return [
-        f'<path d="{path}" fill="{OUTSIDE}" fill-opacity="0.45"/>',
-        line(LEFT, height(peak), LEFT + WIDTH, height(peak)),
-        line(LEFT, height(most), LEFT + WIDTH, height(most)),
-        line(forward, TOP, forward, top + CHART, dashed),
-        text(16, top + CHART / 2 + 4, "memory", "text"),
-        text(LEFT + WIDTH, height(peak) - 3, f"peak {shown(peak)}", "quiet small end"),
-        text(LEFT + WIDTH, height(most) - 3, f"{shown(most)} without", "quiet small end"),
-    ]
-
-
-def _names(trace: OffloadTrace) -> list[str]:
-    return list(dict.fromkeys(group.name for group in trace.groups))
-
-
-def _colour(trace: OffloadTrace, name: str, lightness: float) -> str:
-    """One hue per module, none of them the red of waiting."""
-    names = _names(trace)
-    return colour(0.1 + names.index(name) / max(len(names), 1) * 0.8, lightness, 0.5)
 
 
 def chrome_trace(ranks: Sequence[tuple[str, OffloadTrace, OffloadTimeline]]) -> str:

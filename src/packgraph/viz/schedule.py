@@ -29,7 +29,7 @@ from packgraph.parallel.pipeline.schedule import (
     peak_in_flight,
     simulate,
 )
-from packgraph.viz.drawing import Block, Lane, aligned, colour, draw_lanes
+from packgraph.viz.drawing import Block, aligned, colour, counted, draw_lanes
 
 KEY = "F3, B3: forward, backward of microbatch 3. slot b0: slot 0 of chunk b."
 UNIT = 30  # pixels of a forward
@@ -108,12 +108,9 @@ def make_picture(
     either in proportion to the tokens of the bucket.
 
     capacities: tokens per bucket. buckets: one index of them per microbatch, default the largest
-    for all. Raises ValueError with all reasons when the buckets do not fit, or when the schedule
-    cannot run.
+    for all; they fit the schedule (see `picture_errors`). Raises ValueError with all reasons when
+    the schedule cannot run.
     """
-    errors = picture_errors(schedule.microbatches, capacities, buckets)
-    if errors:
-        raise ValueError("these buckets do not fit the schedule:\n  - " + "\n  - ".join(errors))
     if capacities and not buckets:
         buckets = [list(capacities).index(max(capacities))] * schedule.microbatches
     smallest = min((capacities[bucket] for bucket in buckets), default=1)
@@ -158,7 +155,7 @@ def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:
     lines = [
         *aligned(table),
         "",
-        f"steady memory  {_count(most, 'slot')} on the fullest rank, whatever the number of "
+        f"steady memory  {counted(most, 'slot')} on the fullest rank, whatever the number of "
         "microbatches",
         "               "
         + (f"= activations of {most * largest:,} tokens in one chunk; " if largest else "")
@@ -173,7 +170,7 @@ def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:
     if picture.buckets:
         lines += [
             f"{'buckets' if bucket == 0 else '':13}  {bucket}: {tokens:,} tokens, "
-            f"{_count(picture.buckets.count(bucket), 'microbatch', 'es')}"
+            f"{counted(picture.buckets.count(bucket), 'microbatch', 'es')}"
             for bucket, tokens in enumerate(picture.capacities)
         ]
     return "\n".join(lines) + "\n"
@@ -187,13 +184,9 @@ def title(schedule: Schedule, group: int | None) -> str:
         else f"interleaved 1F1B in groups of {group or schedule.ranks}"
     )
     return (
-        f"{kind}: {_count(schedule.ranks, 'rank')}, {_count(schedule.chunks, 'chunk')} each, "
-        f"{_count(schedule.microbatches, 'microbatch', 'es')}"
+        f"{kind}: {counted(schedule.ranks, 'rank')}, {counted(schedule.chunks, 'chunk')} each, "
+        f"{counted(schedule.microbatches, 'microbatch', 'es')}"
     )
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def draw_text(picture: Picture, width: int = 120, most_panels: int = 6) -> str:
@@ -202,11 +195,10 @@ def draw_text(picture: Picture, width: int = 120, most_panels: int = 6) -> str:
     label = max(max(len(block.label), len(block.slot_name)) for block in blocks)
     # The shortest forward (1 unit of time) has room for its label and a space.
     scale = label + 1
-    margin = (
-        max(len(f"rank {picture.schedule.ranks - 1}"), len("bucket") if picture.buckets else 0) + 2
-    )
+    names = f"rank {picture.schedule.ranks - 1}", "bucket" * bool(picture.buckets)
+    margin = max(map(len, names)) + 2
     columns = max((width - margin) // scale, 1) * scale
-    total = max(_columns(block, scale)[1] for block in blocks)
+    total = max(round(block.end * scale) for block in blocks)
     starts, half = list(range(0, total, columns)), max(most_panels // 2, 1)
     lines = [KEY + (" bucket: which capacity it was packed for." if picture.buckets else "")]
     for index, start in enumerate(starts):
@@ -214,8 +206,7 @@ def draw_text(picture: Picture, width: int = 120, most_panels: int = 6) -> str:
             if index == half:
                 lines.append(
                     f"\n... {len(starts) - 2 * half} of {len(starts)} panels are left out to be "
-                    "short; an SVG "
-                    "shows all of it"
+                    "short; an SVG shows all of it"
                 )
             continue
         lines += _panel(picture, start, columns, scale, margin, alone=len(starts) == 1)
@@ -227,34 +218,19 @@ def _panel(
 ) -> list[str]:
     lines = ["" if alone else f"\ntime {start // scale} to {(start + columns) // scale}"]
     for rank, row in enumerate(picture.rows):
-        visible = [(block, *_columns(block, scale)) for block in row]
+        places = [(round(block.start * scale), round(block.end * scale)) for block in row]
         visible = [
             (block, max(left - start, 0), min(right - start, columns))
-            for block, left, right in visible
+            for block, (left, right) in zip(row, places)
             if left < start + columns and right > start
         ]
-        lines.append(
-            _line(
-                f"rank {rank}", margin, [(b.label, left, right) for b, left, right in visible], "─"
-            )
-        )
-        lines.append(
-            _line("slot", margin, [(b.slot_name, left, right) for b, left, right in visible], " ")
-        )
+        labels = [(b.label, left, right) for b, left, right in visible]
+        slots = [(b.slot_name, left, right) for b, left, right in visible]
+        lines += [_line(f"rank {rank}", margin, labels, "─"), _line("slot", margin, slots, " ")]
         if picture.buckets:
-            lines.append(
-                _line(
-                    "bucket",
-                    margin,
-                    [(str(b.bucket), left, right) for b, left, right in visible],
-                    " ",
-                )
-            )
+            buckets = [(str(b.bucket), left, right) for b, left, right in visible]
+            lines.append(_line("bucket", margin, buckets, " "))
     return lines
-
-
-def _columns(block: DrawnAction, scale: int) -> tuple[int, int]:
-    return round(block.start * scale), round(block.end * scale)
 
 
 def _line(name: str, margin: int, cells: Sequence[tuple[str, int, int]], filling: str) -> str:
@@ -275,19 +251,17 @@ def draw_svg(picture: Picture, title: str) -> str:
     """The whole drawing as the text of an SVG file."""
     schedule, timeline, buckets = picture.schedule, picture.timeline, picture.buckets
     lanes = [
-        Lane(chunk_name(chunk), "" if chunk else f"rank {rank}")
+        f"rank {rank} {chunk_name(chunk)}"
         for rank in range(schedule.ranks)
         for chunk in range(schedule.chunks)
     ]
-    shown, slot = min(schedule.microbatches, HUES), picture.rows[0][0].slot
-    notes = [
-        f"F, B: forward and backward of a microbatch; below it, "
-        f"{f'{slot}·{buckets[0]}' if buckets else slot}: its slot"
+    note = (
+        "F, B: forward and backward of a microbatch, by colour; below it: its slot"
         f"{' · its bucket' if buckets else ''}; lanes a, b, ...: chunks of the rank"
-    ]
+    )
     if buckets:
         sizes = (f"{bucket}: {tokens:,} tokens" for bucket, tokens in enumerate(picture.capacities))
-        notes.append(f"buckets {', '.join(sizes)}")
+        note += f"; buckets {', '.join(sizes)}"
     return draw_lanes(
         title,
         f"bubble {timeline.bubble_share:.1%}, time in forwards of the smallest microbatch",
@@ -299,12 +273,7 @@ def draw_svg(picture: Picture, title: str) -> str:
         ],
         timeline.makespan,
         width=timeline.makespan * UNIT,
-        legend=[
-            (str(microbatch), [_colour(microbatch, False), _colour(microbatch, True)])
-            for microbatch in range(shown)
-        ]
-        + ([("... colours repeat", [])] if shown < schedule.microbatches else []),
-        notes=notes,
+        note=note,
     )
 
 

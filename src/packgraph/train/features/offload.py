@@ -50,7 +50,7 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.features.recompute import AUTO, recomputed_stages
 from packgraph.train.run_files import writing
-from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
+from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_table
 
 TRIAL = 2  # steps by the graphs of a first plan
 FOLDER = "offload"
@@ -353,7 +353,7 @@ def report_offloading(
         for _, one in known
     ]
     named, folder = list(zip([name for name, _ in known], drawn)), folder / FOLDER
-    table = offload_table([(name, offload_figures(*one)) for name, one in named])
+    table = offload_table([(name, *one) for name, one in named])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.txt").write_text(table, encoding="utf-8")
