@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 benchmarks/bench.py pipeline --model qwen3-8b --chunks 2
     torchrun --nproc-per-node 2 benchmarks/bench.py shard --model qwen3-0.6b --tokens 4096
 
-The words and rows are those of `packgraph bench`. `step` and `moe` have the ways of others.py, too.
+The words and rows are those of `packgraph bench`. `step` and `moe` have the ways of others.py and
+expert_ways.py, too.
 pipeline, shard and context are steps of several ranks; integrations those of a model of
 transformers; memory, offload, capture, attention and padding are benchmarks of parts.
 
@@ -16,6 +17,7 @@ memory is more than 5 % worse: golden.py.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
@@ -28,19 +30,21 @@ import bench_offload
 import bench_padding
 import bench_pipeline
 import bench_shard
+from expert_ways import EXPERT_WAYS, MOE_WAYS, ExpertComparison, with_memory
 from golden import with_golden
 from others import OTHERS
+from result_rows import commit_of_source
+from step_figures import STEP_COLUMNS
 
 from packgraph.bench import step
-from packgraph.bench.command import BENCHMARKS, Benchmark, bench
-from packgraph.bench.moe_variants import MOE_WAYS
-from packgraph.bench.options import FIRST
+from packgraph.bench.command import Benchmark, bench
+from packgraph.bench.step import FIRST
 from packgraph.bench.variants import WAYS, Maker
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.values import option
 
 COMMAND = "python benchmarks/bench.py"
-ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**step.ALL_WAYS, **OTHERS})
+ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**step.MAKERS, **EXPERT_WAYS, **OTHERS})
 PEERS = tuple(name for name in OTHERS if name.startswith("transformers"))
 STEP_WAYS = (*WAYS, *(name for name in OTHERS if name not in PEERS))
 AnyWay = Annotated[str, tuple(ALL_WAYS)]
@@ -56,10 +60,24 @@ class AllStepArguments(step.StepArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class AllMoeArguments(step.MoeArguments):
-    """As step, with defaults and ways for layers with experts."""
+    """Forward and backward of layers with experts: step with other defaults and ways."""
 
     makers: ClassVar[Mapping[str, Maker]] = ALL_WAYS
     ways: tuple[AnyWay, ...] = option((*MOE_WAYS, *PEERS), FIRST)
+    room: float = option(
+        1.0,
+        "rows that experts of static shapes have, over those that are routed: what a rank of "
+        "several needs for an uneven load",
+        metavar="F",
+    )
+
+    def problems(self) -> list[str]:
+        """Lists what is wrong with further options."""
+        small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
+        return super().problems() + small
+
+
+measure_step = partial(step.bench_step, comparison=ExpertComparison)
 
 
 PARTS = {
@@ -95,8 +113,8 @@ ALL: Mapping[str, Benchmark] = MappingProxyType(
     {
         name: with_golden(one)
         for name, one in {
-            "step": BENCHMARKS["step"]._replace(options=AllStepArguments),
-            "moe": BENCHMARKS["moe"]._replace(options=AllMoeArguments),
+            "step": Benchmark(AllStepArguments, measure_step, STEP_COLUMNS),
+            "moe": Benchmark(AllMoeArguments, measure_step, with_memory(STEP_COLUMNS)),
             **PARTS,
         }.items()
     }
@@ -106,7 +124,8 @@ ALL: Mapping[str, Benchmark] = MappingProxyType(
 def main(words: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit code."""
     try:
-        return bench(sys.argv[1:] if words is None else words, ALL, COMMAND)
+        words = sys.argv[1:] if words is None else words
+        return bench(words, ALL, COMMAND, commit_of_source())
     except ConfigError as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return 2

@@ -18,12 +18,12 @@ from typing import Annotated, ClassVar
 
 import torch
 from others import record_on_cuda
+from step_figures import attempt_alone, time_block
 
-from packgraph.bench.comparison import attempt_alone
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
-from packgraph.bench.options import CAPTURABLE, KILO, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
-from packgraph.bench.timing import Deadline, time_block
+from packgraph.bench.step import CAPTURABLE, KILO, WorkArguments
 from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention.api import attention, attention_metadata

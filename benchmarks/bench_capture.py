@@ -14,10 +14,11 @@ from typing import Annotated
 
 import torch
 from bench_memory import BankArguments
+from step_figures import attempt_alone
 
-from packgraph.bench.comparison import attempt_alone, room_for_code
+from packgraph.bench.comparison import Deadline, room_for_code, start_anew
 from packgraph.bench.rows import Column, Row, Rows, value
-from packgraph.bench.timing import Deadline, start_anew
+from packgraph.bench.step import per_layer_text
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.backend import synchronize
 from packgraph.models.stack import DecoderStack
@@ -29,14 +30,7 @@ COLUMNS: list[Column] = [
     ("way", value("way")),
     ("buckets", value("buckets")),
     ("capture s", value("capture_seconds", ".2f")),
-    (
-        "ms / layer and bucket",
-        lambda row: (
-            "-"
-            if row.get("capture_layer_seconds") is None
-            else f"{1000 * row['capture_layer_seconds']:.1f}"
-        ),
-    ),
+    ("ms / layer and bucket", per_layer_text),
     ("compile s", value("compile_seconds", ".1f")),
     ("prepare s", value("prepare_seconds", ".1f")),
 ]

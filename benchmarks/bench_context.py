@@ -35,13 +35,12 @@ from context_steps import (
 )
 from rank_comparison import BenchRanks, RankComparison, most_gibibytes
 
-from packgraph.bench.comparison import Check, Sample, agreement
-from packgraph.bench.models import FreshModel, dtype_on, shape
-from packgraph.bench.options import FIRST, KILO, WorkArguments
+from packgraph.bench.comparison import Check, Deadline, Sample, agreement, held_bytes
+from packgraph.bench.models import dtype_on, shape
 from packgraph.bench.rows import Column, Row, Rows, median, quantile, value
-from packgraph.bench.timing import Deadline, held_bytes
+from packgraph.bench.step import FIRST, KILO, WorkArguments
 from packgraph.graphs.memory.allocator import free_memory
-from packgraph.models.decoder import DecoderConfig
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.ops.attention.kind import ContextWish
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
@@ -180,7 +179,7 @@ class ContextComparison(RankComparison[ContextWay]):
         super().__init__(options.ways, options.rounds, device, deadline, ranks)
         self.options, self.tokens, self.mesh = options, tokens, mesh
         self.sizes, self.fixed = options.sizes(ranks.size), options.fixed or ranks.size
-        self.model = FreshModel(options.config, device=device, dtype=dtype_on(device)).train()
+        self.model = DecoderModel(options.config, device=device, dtype=dtype_on(device)).train()
         spread_context(self.model, mesh, tokens, KIND)
         self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(), mesh)
         self.sharing = MicrobatchAssignment.of(mesh, tokens)

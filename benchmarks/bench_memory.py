@@ -15,8 +15,16 @@ from functools import partial
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
+from step_figures import attempt_alone
 
-from packgraph.bench.comparison import above, attempt_alone, room_for_code
+from packgraph.bench.comparison import (
+    Deadline,
+    above,
+    held_bytes,
+    peak_bytes,
+    room_for_code,
+    start_anew,
+)
 from packgraph.bench.models import (
     TimedPart,
     build_part,
@@ -26,9 +34,8 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
-from packgraph.bench.options import CAPTURABLE, KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
-from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
+from packgraph.bench.step import CAPTURABLE, KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.variants import Graphed, Way
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack

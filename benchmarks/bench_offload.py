@@ -49,9 +49,10 @@ from offload_measures import (
     pinned_peak_bytes,
     with_most_bytes,
 )
+from step_figures import attempt_alone, time_block
 from torch.utils._pytree import tree_leaves
 
-from packgraph.bench.comparison import above, attempt_alone, room_for_code
+from packgraph.bench.comparison import Deadline, above, held_bytes, peak_bytes, room_for_code
 from packgraph.bench.models import (
     TimedPart,
     build_part,
@@ -61,9 +62,8 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
-from packgraph.bench.options import KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, time_block
+from packgraph.bench.step import KILO, PART_HELP, Part, WorkArguments
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from packgraph.bench.options import KILO, BenchArguments
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Column, Row, Rows, value
-from packgraph.bench.timing import Deadline
+from packgraph.bench.step import KILO, BenchArguments
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
 from packgraph.train.config.values import Count, option

@@ -22,24 +22,16 @@ import torch
 from rank_comparison import BenchRanks, RankComparison, first_warning, most_gibibytes
 from torch import Tensor
 
-from packgraph.bench.comparison import Check, Sample, agreement
-from packgraph.bench.compiled import CompiledStack
-from packgraph.bench.models import (
-    FreshModel,
-    draw_batches,
-    dtype_on,
-    shape,
-    squared_gradients,
-    zero_gradients,
-)
-from packgraph.bench.options import FIRST, ComparedArguments
+from packgraph.bench.comparison import Check, Deadline, Sample, agreement
+from packgraph.bench.models import draw_batches, dtype_on, shape, squared_gradients, zero_gradients
 from packgraph.bench.rows import Column, Row, Rows, median, value
-from packgraph.bench.timing import Deadline
+from packgraph.bench.step import FIRST, ComparedArguments
+from packgraph.bench.variants import compiled_stack
 from packgraph.graphs.backend import Stopwatch, synchronize
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.replay import ReplayHandle
-from packgraph.models.decoder import DecoderConfig
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -88,7 +80,7 @@ class PipelineWay:
     def __init__(
         self,
         name: str,
-        modules: list[FreshModel],
+        modules: list[DecoderModel],
         links: Links,
         slots: tuple[int, ...],
         capacity: Capacity,
@@ -104,7 +96,7 @@ class PipelineWay:
             )
         self.stages = [chunk * links.size + links.rank for chunk in range(len(modules))]
         self.last_stage = len(modules) * links.size - 1
-        inner = [CompiledStack(module) for module in modules] if name == "compile" else modules
+        inner = [compiled_stack(module) for module in modules] if name == "compile" else modules
         granularity = "layer" if name == "layer" else "chunk"
         self.chunks: list[GraphedModule] = [
             graph(
@@ -280,7 +272,7 @@ def measure_pipeline(
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
     ranks = BenchRanks()
     modules = [
-        FreshModel(
+        DecoderModel(
             options.config,
             device=device,
             dtype=dtype_on(device),
@@ -303,7 +295,7 @@ class PipelineComparison(RankComparison[PipelineWay]):
         self,
         options: PipelineArguments,
         tokens: int,
-        modules: list[FreshModel],
+        modules: list[DecoderModel],
         links: Links,
         ranks: BenchRanks,
         deadline: Deadline,

@@ -22,23 +22,24 @@ with places for as many documents as the fullest row has, so nothing is compiled
 A way that fails, such as for want of memory, has to do so on all ranks at the same place: their
 work has the same shapes, and all get as much memory as the one that has least. A rank that fails
 alone leaves the others in a collective, whose time limit then ends the run.
+
+How long the device exchanges data with other GPUs, and how long it does nothing else.
 """
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
-from exchanges import exchange_times
 from rank_comparison import BenchRanks, RankComparison, limited_alike, most_gibibytes
 from shard_ways import OURS, QUIET, RankStep, ShardWay, WayName, make_way
+from step_figures import device_intervals, union_length
 
-from packgraph.bench.comparison import Check, Sample, agreement
+from packgraph.bench.comparison import Check, Deadline, Sample, agreement, time_calls
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
-from packgraph.bench.options import FIRST, KILO, ComparedArguments
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, median, value, why
-from packgraph.bench.timing import Deadline, time_calls
+from packgraph.bench.step import FIRST, KILO, ComparedArguments
 from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS, choose_backend
@@ -47,6 +48,53 @@ from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.values import Count, option
 from packgraph.train.feed import count_loss_tokens, shares
+
+# In the names of what exchanges data: NCCL's kernels, copies from other GPUs, barriers.
+EXCHANGES = ("nccl", "PtoP", "symmetric_memory")
+
+
+def exposed_length(
+    exchanges: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> float:
+    """Length of the part of `exchanges` in which none of `others` runs; intervals (begin, end)."""
+    return union_length([*exchanges, *others]) - union_length(others)
+
+
+@dataclass(frozen=True)
+class ExchangeTimes:
+    """Milliseconds of some calls in which the device runs collectives, and those of them in which
+    it runs nothing else."""
+
+    whole_ms: float
+    exposed_ms: float
+
+
+def _is_exchange(name: str) -> bool:
+    return any(part in name for part in EXCHANGES)
+
+
+def exchange_times(
+    device: torch.device, run: Callable[[], object], lead: Callable[[], object]
+) -> ExchangeTimes | None:
+    """How long NCCL's kernels, copies from other GPUs and barriers with them run while `run` runs,
+    right after `lead`; None on a CPU. A copy of a rank's own part counts as other work.
+
+    Raises RuntimeError where the profiler sees nothing of the device.
+    """
+    if device.type != "cuda":
+        return None
+    lead()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or ()
+    others = device_intervals(event for event in events if not _is_exchange(event.name))
+    exchanges = device_intervals(event for event in events if _is_exchange(event.name))
+    if not others:
+        raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
+    return ExchangeTimes(union_length(exchanges) / 1000, exposed_length(exchanges, others) / 1000)
+
 
 WAYS = ("fsdp+compile", "fsdp-keep+compile", "alone+compile", "none+compile", "parameters+compile")
 STEPS = 4  # different steps that the rounds go through

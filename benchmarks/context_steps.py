@@ -20,7 +20,8 @@ import torch
 from rank_comparison import BenchRanks, first_warning
 from torch import Tensor
 
-from packgraph.bench.models import FreshModel, draw_lengths
+from packgraph.bench.models import draw_lengths
+from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.plan import ContextPlan, RowGroup, plan_context
@@ -147,7 +148,7 @@ class ContextWay:
     def __init__(
         self,
         name: str,
-        model: FreshModel,
+        model: DecoderModel,
         optimizer: Optimizer,
         capacities: Sequence[Capacity],
         mesh: Mesh,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from packgraph.bench.command import Benchmark
-from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Row
+from packgraph.bench.step import BenchArguments
 from packgraph.train.config.values import option
 
 ALLOWED = 0.05  # more time or memory than the stored row

@@ -22,19 +22,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from moe_experts import Row, Session, distance
+from step_figures import model_flops, peak_share
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from packgraph.bench.models import (
-    TimedPart,
-    build_part,
-    draw_lengths,
-    model_flops,
-    peak_share,
-    shape,
-    zero_gradients,
-)
-from packgraph.bench.timing import rounds_in_turn, start_anew
+from packgraph.bench.comparison import rounds_in_turn, start_anew
+from packgraph.bench.models import TimedPart, build_part, draw_lengths, shape, zero_gradients
 from packgraph.bench.variants import Graphed, Setting
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.flash import library
@@ -189,7 +182,8 @@ def compare(session: Session, name: str, layers: int, tokens: int) -> Row:
     capacity, lengths = batch.capacity, list(batch.lengths)
     work = TimedPart(model, capacity.tokens, batch.num_tokens)
     setting = Setting(work, model, capacity, (capacity,))
-    ours = Graphed("chunk+compile", setting.work_of("chunk"), (capacity,), "chunk", compile=True)
+    twin_work = work.by(setting.model_of("chunk"))
+    ours = Graphed("chunk+compile", twin_work, (capacity,), "chunk", compile=True)
     ours.prepare([batch])
     by_hand = ByHand(model, batch, work.hidden[: capacity.tokens], work.incoming(batch))
     found = {}

@@ -21,8 +21,8 @@ import torch
 from moe_experts import Row, Session, distance
 from torch import Tensor
 
+from packgraph.bench.comparison import rounds_in_turn, start_anew, time_calls
 from packgraph.bench.models import TimedPart, build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.timing import rounds_in_turn, start_anew, time_calls
 from packgraph.bench.variants import Graphed, Setting
 from packgraph.ops import heads
 from packgraph.packing.batch import PackedBatch
@@ -56,7 +56,8 @@ class Layers:
         """Compile and capture a way, and compare what it computes with plain layers."""
         heads.LEAST_ROWS = FROM_ROWS[name]
         capacities = (self.setting.capacity,)
-        work, compiler = self.setting.work_of("chunk+compile"), self.setting.compiler
+        work = self.setting.work.by(self.setting.model_of("chunk+compile"))
+        compiler = self.setting.compiler
         made = Graphed(f"chunk+compile+{name}", work, capacities, "chunk", compile=compiler)
         made.prepare(self.batches)
         self.ways[name] = made

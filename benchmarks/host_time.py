@@ -15,9 +15,9 @@ import time
 
 import torch
 
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
 from packgraph.bench.step import StepArguments, StepComparison
-from packgraph.bench.timing import Deadline
 from packgraph.bench.variants import Way
 from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.packing.batch import PackedBatch

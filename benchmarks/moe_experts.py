@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from result_rows import commit_of_source
 from torch import Tensor
 
 from packgraph.bench.rows import facts
@@ -61,7 +62,7 @@ class Session:
         self.device, self.out, self.end = device, out, time.monotonic() + seconds
         self.cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.shared, self.bad = facts(device, None), 0
+        self.shared, self.bad = facts(device, commit_of_source()), 0
 
     def write(self, **row: Any) -> None:
         """Print a row; the file has the device and the versions in it, too."""

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from packgraph.bench.timing import Deadline
+from packgraph.bench.comparison import Deadline
 from packgraph.graphs.memory.allocator import Stretch
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offloading.plan import CopySpeed

@@ -3,7 +3,7 @@
     graphed-callables   torch.cuda.make_graphed_callables for every layer
     whole-padded        one graph of forward and backward, with places for 256 documents, as those
                         who cannot know their number take
-    transformers        its own DeepSeek-V3 layers, eagerly (transformers_layers.py)
+    transformers        its own DeepSeek-V3 layers, eagerly
 
 with `+compile`, each of compiled code.
 
@@ -19,32 +19,156 @@ is shared: all layers read rotary tables and boundaries from the same memory, fi
 microbatch, so only hidden states are copied from layer to layer. Embedding and head run as they
 are. The API's own limits stay: inputs are copied in, gradients of parameters come back through
 autograd, and one microbatch can be in flight.
+
+transformers' own DeepSeek-V3 layers over the same values and gradients: what its users train
+with.
+
+    state ─▶ our embed ─▶ DeepseekV3DecoderLayer(hidden [1, T, H], tables, kernel) ─▶ ... ─▶ our
+    head
+
+Parameters have the same names and shapes there, so its layers share ours, and their gradients.
+Packed documents are kept apart by the attention kernel that our own model would take on this
+device, registered there as an implementation of attention: its own choices are a mask of [T, T] or
+the package flash-attn 2, whose cost would hide that of the layers. Experts run as grouped products
+where the version has them, which is what it chooses for whole models. It knows no padding, so empty
+places are routed like tokens, and no losses that balance experts.
 """
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers_layers import transformers_stack
 
-from packgraph.bench.compiled import (
-    CompiledStack,
-    LayerStack,
+from packgraph.bench.models import TimedPart
+from packgraph.bench.variants import (
+    Maker,
     Marks,
+    OtherStack,
     Rotary,
+    Setting,
+    Way,
     compiled_layers,
+    compiled_stack,
+    layer_stack,
     layers_of,
     marks_of,
+    per_layer,
 )
-from packgraph.bench.models import TimedPart
-from packgraph.bench.variants import Compiled, Maker, Setting, Way, per_layer
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Stage, State
+from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
+from packgraph.ops.attention.api import attention as packed_attention
 from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+
+NAME = "packed_documents"
+MODULE = "transformers.models.deepseek_v3.modeling_deepseek_v3"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    packed: AttentionMetadata,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """An implementation of attention for transformers. query, key, value: [1, heads, T, D]. Returns
+    [1, T, heads, D].
+
+    packed: the boundaries of the documents, which the layer passes on.
+    """
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    return packed_attention(q, k, v, packed, scale=scaling)[None], None
+
+
+class TheirLayer(nn.Module):
+    """A layer of transformers called like one of ours."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        attention: AttentionMetadata,
+        marks: Marks | None = None,
+    ) -> Tensor:
+        """hidden: [T, H]. Returns [T, H]."""
+        cos, sin = rotary
+        out = self.layer(
+            hidden[None],
+            attention_mask=None,
+            position_embeddings=(cos[None], sin[None]),
+            packed=attention,
+        )
+        return out[0]
+
+
+def their_layers(model: DecoderStack) -> list[TheirLayer]:
+    """The layers of `model` by transformers, over the same parameters and gradients, each made on
+    the meta device.
+
+    Raises ImportError without transformers, ValueError where it has no such model or its parameters
+    have other names or shapes than ours.
+    """
+    if not model.config.latent.enabled:
+        raise ValueError(
+            "transformers' layers are there for latent attention with experts (DeepSeek-V3) only"
+        )
+    library, module = importlib.import_module("transformers"), importlib.import_module(MODULE)
+    library.AttentionInterface.register(NAME, attend)
+    described = config_to_json(model.config, next(model.parameters()).dtype)
+    config = library.DeepseekV3Config(**described, attn_implementation=NAME)
+    if hasattr(library.PreTrainedModel, "set_experts_implementation"):
+        config._experts_implementation = "grouped_mm"
+    layers = []
+    for number, ours in model.layers.items():
+        with torch.device("meta"):
+            theirs = module.DeepseekV3DecoderLayer(config, int(number))
+        _share(theirs, ours, f"layer {number}")
+        layers.append(TheirLayer(theirs.train(ours.training)))
+    return layers
+
+
+def _share(theirs: nn.Module, ours: nn.Module, where: str) -> None:
+    """Put our parameters and buffers in the place of theirs."""
+    mine = dict(ours.named_parameters())
+    wanted = {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()}
+    if wanted != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
+        raise ValueError(
+            f"{where}: the parameters of this version of transformers are not those of ours: "
+            f"{sorted(wanted.items() ^ {(name, tuple(t.shape)) for name, t in mine.items()})[:4]}"
+        )
+    for name, parameter in mine.items():
+        _owner(theirs, name)._parameters[name.rpartition(".")[2]] = parameter
+    buffers = dict(ours.named_buffers())
+    for name, _ in list(theirs.named_buffers()):
+        _owner(theirs, name)._buffers[name.rpartition(".")[2]] = buffers[name]
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def transformers_stack(
+    model: DecoderStack, backend: str | Callable[..., Any] | None = None
+) -> OtherStack:
+    """`model` through transformers' layers, each under torch.compile if a backend is given."""
+    layers = their_layers(model)
+    if backend is not None:
+        for layer in layers:
+            layer.compile(backend=backend)
+    return layer_stack(model, layers)
+
 
 WARM_UP_CALLS = 3
 PADDED_DOCUMENTS = 256
@@ -158,7 +282,7 @@ def shared_tensors(
     return (*rotary, attention.cu_seqlens, attention.padding_mask, *mask, *read)
 
 
-class GraphedCallables(LayerStack):
+class GraphedCallables(OtherStack):
     """Computes what `model` does for microbatches of one capacity, its layers by graphs.
 
     layers: of the model, as modules. arguments: the model's, for any microbatch of that capacity.
@@ -172,7 +296,8 @@ class GraphedCallables(LayerStack):
         arguments: tuple[Any, ...],
         make: Make = torch.cuda.make_graphed_callables,
     ) -> None:
-        state = model.stages()[0].run(model.begin(*arguments))
+        first, *_, last = model.stages()
+        state = first.run(model.begin(*arguments))
         constants: AttentionMetadata = state["attention"]
         marks = marks_of(model, state)
         self.shared = tuple(
@@ -184,7 +309,8 @@ class GraphedCallables(LayerStack):
         samples = tuple(
             (torch.randn_like(state["hidden"]).requires_grad_(), *self.shared) for _ in modules
         )
-        super().__init__(model, [])
+        layer_stage = Stage("layers", 0, self.run_layers)
+        super().__init__(model, [first, layer_stage, *([last] if model.last else [])])
         self.capacity = arguments[0].capacity
         began = time.perf_counter()
         self.graphed = make(modules, samples)
@@ -219,14 +345,16 @@ class Recorded(Way):
         self._make = make
 
     def prepare(self, batches: Sequence[PackedBatch]) -> None:
-        self.call = self._make(batches[0])
+        self.made = self._make(batches[0])
+        if isinstance(self.made, GraphedCallables):
+            self.work = self.work.by(self.made)
         super().prepare(batches)
 
     def run(self, batch: PackedBatch) -> Tensor:
-        return self.call.run(batch) if isinstance(self.call, WholeGraph) else super().run(batch)
+        return self.made.run(batch) if isinstance(self.made, WholeGraph) else super().run(batch)
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | per_layer(self.call.capture_seconds, self.work, 1)  # type: ignore[attr-defined]
+        return super().facts() | per_layer(self.made.capture_seconds, self.work, 1)
 
 
 def _callables(name: str, setting: Setting) -> Way:
@@ -247,7 +375,7 @@ def _callables(name: str, setting: Setting) -> Way:
 def _whole(name: str, setting: Setting) -> Way:
     setting.needs_cuda(name)
     model = setting.model_of(name)
-    work = setting.work.by(CompiledStack(model) if name.endswith("+compile") else model)
+    work = setting.work.by(compiled_stack(model) if name.endswith("+compile") else model)
     documents = max(PADDED_DOCUMENTS, setting.capacity.documents)
     padded = Capacity(setting.capacity.tokens, documents)
     return Recorded(name, work, padded, lambda batch: WholeGraph(work, batch))
@@ -256,7 +384,7 @@ def _whole(name: str, setting: Setting) -> Way:
 def _transformers(name: str, setting: Setting) -> Way:
     compiler = setting.compiler if name.endswith("+compile") else None
     stack = transformers_stack(setting.model_of(name), compiler)
-    return Compiled(name, setting.work.by(stack), (), stack)
+    return Way(name, setting.work.by(stack))
 
 
 OTHERS: dict[str, Maker] = {

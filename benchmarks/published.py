@@ -29,11 +29,11 @@ from statistics import median
 import numpy as np
 import torch
 from published_settings import SETTINGS, Setting
-from result_rows import read_rows
+from result_rows import commit_of_source, read_rows
+from step_figures import model_flops
 
-from packgraph.bench.models import model_flops
+from packgraph.bench.comparison import start_anew
 from packgraph.bench.rows import FAILURES, Column, Row, facts, gibibytes, value, why
-from packgraph.bench.timing import start_anew
 from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.symmetric_memory import most_symmetric_bytes
@@ -384,7 +384,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     device = choose_device("cpu" if asked.tiny else "auto", launch)
-    shared, failed = facts(device, asked.commit), False
+    shared, failed = facts(device, asked.commit or commit_of_source()), False
     before = read_rows([asked.out]) if asked.out is not None and asked.out.exists() else []
     rows = [row for row in before if row["benchmark"] == "published"]  # for ratios
     for name in names:

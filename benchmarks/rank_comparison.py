@@ -11,14 +11,14 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from packgraph.bench.comparison import Comparison, W
+from packgraph.bench.comparison import Comparison, Deadline, W
 from packgraph.bench.rows import FAILURES, Row, Rows, gibibytes, why
-from packgraph.bench.timing import Deadline
 from packgraph.graphs.backend import synchronize
 from packgraph.graphs.errors import PackgraphWarning
 
@@ -144,18 +144,19 @@ class RankComparison(Comparison[W]):
         """Capture, and run what communicates; why that failed on this rank or another, or None."""
         return None
 
-    def ready(self, name: str) -> str | None:
+    def ready(self, name: str) -> W:
         """Make a way and warm it up without communication, which finds what fails on this rank
-        alone; then build it."""
-        reason = self.agreed(super().ready(name))
-        if reason is None:
-            reason = self.agreed(self.build(self.ways[name]))
-        if reason is None:
-            synchronize(self.device)
-        return reason
+        alone; then build it. Raises WayFailedError on all ranks."""
+        way, reason = self.ranks.attempt(partial(super().ready, name))
+        if way is not None and reason is None:
+            reason = self.agreed(self.build(way))
+        if way is None or reason is not None:
+            raise WayFailedError(reason)
+        synchronize(self.device)
+        return way
 
     def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """What `work` returns; None when it failed in a way that all ranks know."""
+        """Returns the result of `work`; None when it failed in a way that all ranks know."""
         try:
             return work()
         except WayFailedError as error:
@@ -163,7 +164,7 @@ class RankComparison(Comparison[W]):
             return None
 
     def late(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is up on any rank."""
+        """Returns whether that share of the time is up on any rank."""
         return any(self.ranks.gather(self.deadline.passed(share)))
 
     def too_late(self, name: str) -> str | None:

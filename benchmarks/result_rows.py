@@ -2,6 +2,7 @@
 Markdown."""
 
 import json
+import subprocess
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
@@ -90,3 +91,21 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         *([cell(row).replace("|", "/") for _, cell in columns] for row in rows),
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def commit_of_source() -> str:
+    """The commit of the folder this runs from, with `-dirty` for local changes; `unknown` outside a
+    git checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return "unknown"
+    try:
+        git = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # there is no git
+        return "unknown"
+    return git.stdout.strip() or "unknown"

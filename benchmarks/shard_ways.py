@@ -35,11 +35,11 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from packgraph.bench.compiled import TorchLayer, layers_of, marks_of
-from packgraph.bench.models import FreshModel, dtype_on
+from packgraph.bench.models import dtype_on
 from packgraph.bench.rows import Row
+from packgraph.bench.variants import TorchLayer, layers_of, marks_of
 from packgraph.graphs.stages import State
-from packgraph.models.decoder import DecoderConfig, ModelChunks
+from packgraph.models.decoder import DecoderConfig, DecoderModel, ModelChunks
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel import data, sharded_layers
@@ -199,7 +199,7 @@ class TrainerWay:
         if said.resident is not None:
             run = _with_resident(run, device, ours, said.resident)
         self._around = without_exchanges if said.quiet else contextlib.nullcontext
-        made = FreshModel(config, device=device, dtype=dtype_on(device))
+        made = DecoderModel(config, device=device, dtype=dtype_on(device))
         self.model = ModelChunks([made.train()])
         by_collectives = said.collectives or said.quiet
         with without_peers() if by_collectives else contextlib.nullcontext():
@@ -305,7 +305,7 @@ class FsdpWay:
             raise ValueError("FSDP2 shards over several ranks: start them with torchrun")
         self.keeps, self.device = said.kind == KEEP, device
         dtype, adamw = dtype_on(device), OptimizerConfig()
-        model = FreshModel(config, device=device, dtype=dtype).train().float()
+        model = DecoderModel(config, device=device, dtype=dtype).train().float()
         self.module = FsdpDecoder(model, compile=said.compile)
         narrow = None if dtype == torch.float32 else dtype
         policy = MixedPrecisionPolicy(
@@ -394,7 +394,7 @@ class FsdpDecoder(nn.Module):
     """A decoder as modules that FSDP2 gathers: embedding, layers, and head with the last norm; a
     tied matrix is gathered by the root, for embedding and head."""
 
-    def __init__(self, model: FreshModel, *, compile: bool) -> None:
+    def __init__(self, model: DecoderModel, *, compile: bool) -> None:
         super().__init__()
         self.embed, self.head = _Embed(model), _Head(model)
         self.layers = nn.ModuleList(_Layer(layer, compile=compile) for layer in layers_of(model))
@@ -418,7 +418,7 @@ class FsdpDecoder(nn.Module):
 
 
 class _Embed(nn.Module):
-    def __init__(self, model: FreshModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         super().__init__()
         self.embed_tokens, self._model = model.embed_tokens, [model]
 
@@ -427,7 +427,7 @@ class _Embed(nn.Module):
 
 
 class _Head(nn.Module):
-    def __init__(self, model: FreshModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         super().__init__()
         self.norm, self._model = model.norm, [model]
         if model.config.tie_embeddings:

@@ -30,11 +30,13 @@ from typing import Any
 
 import flash_blocks
 import torch
+from result_rows import commit_of_source
 from torch import Tensor
 
-from packgraph.bench.models import SHAPES, FreshModel, draw_batches, zero_gradients
+from packgraph.bench.models import SHAPES, draw_batches, zero_gradients
 from packgraph.bench.rows import facts
 from packgraph.graphs.graphed import graph
+from packgraph.models.decoder import DecoderModel
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention.api import AttentionMetadata, attention, attention_metadata
 from packgraph.ops.attention.flash import flash_problems
@@ -54,7 +56,7 @@ class Session:
         self.device, self.out, self.end = device, out, time.monotonic() + seconds
         self.cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.shared = facts(device, None)
+        self.shared = facts(device, commit_of_source())
         self.bad = 0  # checks that found something wrong
 
     def write(self, section: str, **row: Any) -> None:
@@ -324,7 +326,7 @@ def measure_compile(session: Session, tokens: int, compiled: bool | Mapping[str,
     ready took."""
     shape = "qwen3-0.6b" if session.cuda else "tiny"
     config = SHAPES[shape]
-    model = FreshModel(config, device=session.device, dtype=session.dtype)
+    model = DecoderModel(config, device=session.device, dtype=session.dtype)
     zero_gradients([model])
     capacity = Capacity(tokens, 64)
     batches = [

@@ -17,8 +17,8 @@ from bench import ALL
 from published import COLUMNS as PUBLISHED
 from published import SOURCES, sources, with_ratios
 from result_rows import markdown, newest, read_rows, step_kinds
+from step_figures import STEP_COLUMNS
 
-from packgraph.bench import step
 from packgraph.bench.rows import Column, Row, value
 
 MODEL: Column = ("model", value("model"))
@@ -109,7 +109,7 @@ def step_tables(rows: Sequence[Row]) -> str:
         )
         text.append(
             f"{wrapped(caption)}\n\n"
-            f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}"
+            f"{price_table(mine)}\n{picture}\n\n{markdown(mine, STEP_COLUMNS)}"
         )
     return "\n".join(text)
 

@@ -10,8 +10,8 @@ from bench_context import ContextArguments, measure_context
 from context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from distkit import CPU, run_ranks
 
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.ranks import Launch

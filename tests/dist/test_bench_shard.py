@@ -19,9 +19,9 @@ from distkit import CPU, run_ranks
 from shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 
 from packgraph.bench.command import read_bench
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.timing import Deadline
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
 

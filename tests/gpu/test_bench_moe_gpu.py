@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from bench import AllMoeArguments
+from bench import AllMoeArguments, measure_step
+from expert_ways import MOE_WAYS
 
-from packgraph.bench.moe_variants import MOE_WAYS
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import bench_step
-from packgraph.bench.timing import Deadline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +34,7 @@ def rows_of(
 ) -> list[dict]:
     device = torch.device("cuda", torch.cuda.current_device())
     rows = Rows(facts(device, "abc123"), write=False)
-    bench_step(
+    measure_step(
         AllMoeArguments(
             model="moonlight",
             layers=layers,

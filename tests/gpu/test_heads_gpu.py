@@ -117,7 +117,8 @@ def test_layers_in_graphs_have_the_bits_of_eager(monkeypatch, compiled):
         if name == "fused":
             take_everywhere(monkeypatch)
         how = setting.compiler if compiled else False
-        way = Graphed("chunk", setting.work_of("chunk"), (capacity,), "chunk", compile=how)
+        work = setting.work.by(setting.model_of("chunk"))
+        way = Graphed("chunk", work, (capacity,), "chunk", compile=how)
         with sdpa_kernel(SDPBackend.MATH):
             way.prepare(batches)
             results[name] = [

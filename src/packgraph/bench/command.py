@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from packgraph.bench import step
-from packgraph.bench.moe_variants import with_memory
-from packgraph.bench.options import BenchArguments
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Column, Rows, facts
-from packgraph.bench.timing import Deadline
+from packgraph.bench.step import BenchArguments
 from packgraph.parallel.ranks import Launch
 from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.reading import ConfigError
@@ -59,7 +58,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         "step": Benchmark(step.StepArguments, step.bench_step, step.COLUMNS),
-        "moe": Benchmark(step.MoeArguments, step.bench_step, with_memory(step.COLUMNS)),
+        "moe": Benchmark(step.MoeArguments, step.bench_step, step.COLUMNS),
     }
 )
 
@@ -68,6 +67,7 @@ def bench(
     words: Sequence[str],
     benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
     command: str = "packgraph bench",
+    commit: str | None = None,
 ) -> int:
     """Run one benchmark.
 
@@ -75,6 +75,7 @@ def bench(
         words: Its name and options.
         benchmarks: Those that there are, by name.
         command: What is typed before the name.
+        commit: Of the source, where it is known and `--commit` says no other.
 
     Returns:
         The exit code: 1 when nothing could be measured, or where the rows do not hold.
@@ -99,7 +100,7 @@ def bench(
     launch = Launch.read()
     device = choose_device(vars(asked).get("device", "cpu"), launch)
     asked = asked.on(device.type, launch)
-    rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
+    rows = Rows(facts(device, asked.commit or commit), asked.out, write=launch.rank == 0)
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         found.measure(asked, device, rows, Deadline(asked.seconds))

@@ -6,6 +6,13 @@
 `Comparison` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
 that fails drops out with its reason; the others go on. The first way asked for is what the others
 are compared with, so it takes part in every group.
+
+Time and memory of work on one device: CUDA events and the allocator's counters, or the wall
+clock on a CPU.
+
+On CUDA the host runs ahead of the device, so time is taken between events on the stream, after
+everything before has ended. Memory counts what a graph's private pool reserves in full, whether a
+tensor lives there at the moment or not.
 """
 
 import contextlib
@@ -13,37 +20,129 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch._dynamo
 
 from packgraph.bench.rows import FAILURES, Row, Rows, figures, why
-from packgraph.bench.timing import (
-    Deadline,
-    held_bytes,
-    peak_bytes,
-    rounds_in_turn,
-    start_anew,
-)
-from packgraph.graphs.backend import synchronize
-from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.backend import Stopwatch, synchronize
+from packgraph.graphs.memory.allocator import Stretch, free_memory
+from packgraph.ops.symmetric_memory import symmetric_bytes
 
-Result = TypeVar("Result")
+CUDA_DEFAULT_POOL = (0, 0)
+
+
+class Deadline:
+    """A limit of `seconds` from now; None is no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._began = time.monotonic()
+
+    def passed(self, share: float = 1.0) -> bool:
+        """Returns whether that share of the time is up."""
+        return self.seconds is not None and time.monotonic() - self._began > share * self.seconds
+
+    @property
+    def reason(self) -> str:
+        """Entry of a row that was not measured."""
+        return f"not measured: the limit of {self.seconds:g} seconds was reached before"
+
+
+def time_calls(
+    device: torch.device,
+    run: Callable[[Callable[[], None]], object],
+    lead: Callable[[], object] | None = None,
+) -> tuple[list[float], float]:
+    """(milliseconds on the device of each call, milliseconds of the host for all).
+
+    run: makes the calls, and calls what it is given after each of them. lead: work that the device
+    is given before, so that the host may run ahead; without it the device is idle when the first
+    call comes.
+    """
+    watch = Stopwatch(device)
+    synchronize(device)
+    if lead is not None:
+        lead()
+    begin = time.perf_counter()
+    watch.mark()
+    run(watch.mark)
+    host = 1000 * (time.perf_counter() - begin)
+    return watch.take_laps(), host
+
+
+def start_anew(device: torch.device) -> None:
+    """Forget compiled code, and let go of all that graphs had, which are gone.
+
+    cuBLAS's workspaces, too: torch keeps those that were made inside a capture, and with them whole
+    segments of pools that nobody uses any more, until somebody clears them. Whatever is measured
+    then would seem to need less than none.
+    """
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+    free_memory(device)
+
+
+def _held(device: torch.device, allocated: int) -> int:
+    """Bytes held while `allocated` are: private pools count as what they reserve."""
+    private = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        and tuple(segment["segment_pool_id"]) != CUDA_DEFAULT_POOL
+    ]
+    reserved = sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+    return allocated + reserved + symmetric_bytes()
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """Bytes of live tensors outside private pools, plus bytes that private pools reserve and those
+    of symmetric memory; None on a CPU."""
+    synchronize(device)
+    if device.type != "cuda":
+        return None
+    return _held(device, torch.cuda.memory_allocated(device))
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
+    """The most bytes held (see `held_bytes`) while `run` runs; None on a CPU."""
+    synchronize(device)
+    stretch = Stretch(device) if device.type == "cuda" else None
+    run()
+    synchronize(device)
+    return None if stretch is None else _held(device, stretch.most_allocated())
+
+
+def rounds_in_turn(
+    runs: Mapping[str, Callable[[int], None]], rounds: int, stop: Callable[[], bool]
+) -> None:
+    """Call every run once per round with the round's number, each round beginning with another one.
+
+    So slow changes of the machine (clocks, heat, neighbours) touch all alike. stop: asked before
+    every round.
+    """
+    names = list(runs)
+    for number in range(rounds):
+        if stop() or not names:
+            return
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            runs[name](number)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call (or the mean of a few). times: figure -> milliseconds. tokens: that are real.
-
-    flops: operations that the model asks for, where that is known.
-    """
+    """One timed call (or the mean of a few). times: figure -> milliseconds. tokens: that are
+    real."""
 
     times: dict[str, float]
     tokens: float
-    flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,46 +171,36 @@ class Results:
             self.reasons.setdefault(name, reason)
 
     def row(self, name: str, main: str, tolerance: float) -> Row:
-        """The row of one way. main: the figure that ratios and the price per token are made of.
+        """The row of one way, with how far its first microbatches are from those of the first way.
 
-        tolerance: largest relative difference of losses that is rounding, and for gradient norms
-        ten times that.
+        Args:
+            name: Of the way.
+            main: The figure that ratios and the price per token are made of.
+            tolerance: Largest relative difference of losses that is rounding, and for gradient
+                norms ten times that.
         """
         samples, against = self.samples[name], self.against.names[0]
-        first = self.against.samples[against]
         row: Row = {"figures": {}, "ratio": None, "against": against, "rounds": len(samples)}
-        row |= self.extras[name] | self._agreement(name, tolerance)
-        reason = self.reasons.get(name)
-        if reason is None and not samples:
-            reason = "not measured: no round was run"
-        if reason is None:
-            row["figures"] = {
-                kind: figures([sample.times[kind] for sample in samples])
-                for kind in samples[0].times
-            }
-            row["figures"]["ms_per_1000_tokens"] = figures(
-                [1000 * s.times[main] / s.tokens for s in samples]
-            )
-            if first:
-                eager = figures([sample.times[main] for sample in first])["median"]
-                row["ratio"] = round(eager / max(row["figures"][main]["median"], 1e-9), 4)
-        return row | {"reason": reason}
-
-    def _agreement(self, name: str, tolerance: float) -> Row:
-        """Loss and gradient norm of the first microbatches, and how far they are from those of the
-        first way."""
-        mine, first = self.checks.get(name), self.against.checks.get(self.against.names[0])
-        row: Row = dict.fromkeys(("loss", "loss_difference", "gradient_difference", "agrees"))
+        row |= dict.fromkeys(("loss", "loss_difference", "gradient_difference", "agrees"))
+        row |= self.extras[name]
+        mine, first = self.checks.get(name), self.against.checks.get(against)
         if mine is not None and math.isfinite(mine.loss):  # JSON has no other numbers
             row["loss"] = mine.loss
         if mine is not None and first is not None:
-            loss = _relative(mine.loss, first.loss)
-            gradient = _relative(mine.gradient_norm, first.gradient_norm)
-            row |= {
-                "loss_difference": loss,
-                "gradient_difference": gradient,
-                "agrees": loss <= tolerance and gradient <= 10 * tolerance,
-            }
+            row["loss_difference"] = loss = _relative(mine.loss, first.loss)
+            row["gradient_difference"] = norm = _relative(mine.gradient_norm, first.gradient_norm)
+            row["agrees"] = loss <= tolerance and norm <= 10 * tolerance
+        row["reason"] = self.reasons.get(name)
+        if row["reason"] is None and not samples:
+            row["reason"] = "not measured: no round was run"
+        if row["reason"] is None:
+            for kind in samples[0].times:
+                row["figures"][kind] = figures([sample.times[kind] for sample in samples])
+            prices = [1000 * sample.times[main] / sample.tokens for sample in samples]
+            row["figures"]["ms_per_1000_tokens"] = figures(prices)
+            if others := [sample.times[main] for sample in self.against.samples[against]]:
+                median = max(row["figures"][main]["median"], 1e-9)
+                row["ratio"] = round(figures(others)["median"] / median, 4)
         return row
 
 
@@ -120,19 +209,6 @@ def _relative(mine: float, other: float) -> float:
     number."""
     difference = abs(mine - other) / max(abs(other), 1e-12)
     return difference if difference == difference and difference < 1e30 else 1e30
-
-
-def attempt_alone(
-    work: Callable[[], Result], deadline: Deadline
-) -> tuple[Result | None, str | None]:
-    """(what `work` returns, None), or (None, why there is nothing): for what is not measured side
-    by side."""
-    if deadline.passed():
-        return None, deadline.reason
-    try:
-        return work(), None
-    except FAILURES as error:
-        return None, why(error)
 
 
 def agreement(row: Row) -> str:
@@ -148,27 +224,12 @@ def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
     """Groups ways that are measured side by side: all, or `together` at a time, the first one
     always among them; or each by itself, which the machine's slow changes may touch.
 
-    Fewer at a time need less memory and more time. Raises ValueError for less than one.
+    Fewer at a time need less memory and more time.
     """
-    if together is not None and together < 1:
-        raise ValueError(f"at least 1 way at a time, not {together}")
     if together == 1:
         return [[name] for name in names]
     first, others, size = names[0], list(names[1:]), (together or len(names) + 1) - 1
     return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]
-
-
-class Runs(Protocol):
-    """A way that is ready to run."""
-
-    def facts(self) -> Row:
-        """Returns the costs of getting ready."""
-
-    def complaint(self) -> str | None:
-        """Returns why the times are not those of this way, if something ran otherwise after all."""
-
-    def close(self) -> None:
-        """Free everything that was made."""
 
 
 @contextlib.contextmanager
@@ -184,7 +245,7 @@ def above(peak: int | None, before: int | None) -> int | None:
     return None if peak is None or before is None else peak - before
 
 
-W = TypeVar("W", bound=Runs)
+W = TypeVar("W", bound=Any)  # a way that is ready to run: facts, complaint, close
 
 
 class Comparison(ABC, Generic[W]):
@@ -261,10 +322,10 @@ class Comparison(ABC, Generic[W]):
         """Prepare the ways of `results`, time them in turn, and free them."""
         found = self.results
         for self.doing in found.names:
-            if (reason := self.too_late(self.doing)) is not None:
-                found.drop(self.doing, reason)
-                continue
-            self.prepare(self.doing)
+            reason = self.too_late(self.doing)
+            found.drop(self.doing, reason)
+            if reason is None:
+                self.attempt(self.doing, partial(self.prepare, self.doing))
             if self.doing in found.reasons and self.doing in self.ways:
                 self.attempt(self.doing, self.ways.pop(self.doing).close)
             free_memory(self.device)
@@ -275,28 +336,22 @@ class Comparison(ABC, Generic[W]):
         for name, way in self.ways.items():
             self.doing = name
             found.drop(name, self.agreed(way.complaint()))
-            if name not in found.reasons and not found.samples[name]:
-                found.drop(name, self.deadline.reason)
-            if name not in found.reasons:
+            if name not in found.reasons and found.samples[name]:
                 found.extras[name] |= self.after(way)
         for name in list(self.ways):
             self.attempt(name, self.ways.pop(name).close)
         free_memory(self.device)
 
     def prepare(self, name: str) -> None:
-        """Make a way, warm it up, check what it computes, measure its memory."""
+        """Make a way, warm it up, check what it computes, measure its memory. Raises where that
+        fails."""
         free_memory(self.device)
         before, began = self.begin(name)
-        if (reason := self.ready(name)) is not None:
-            self.results.drop(name, reason)
-            return
-        seconds, way = round(time.monotonic() - began, 3), self.ways[name]
-        check = self.attempt(name, lambda: self.check(way))
-        if check is None:
-            return
-        self.results.checks[name] = check
+        way = self.ready(name)
+        seconds = round(time.monotonic() - began, 3)
+        self.results.checks[name] = self.check(way)
         free_memory(self.device)
-        peak = self.attempt(name, lambda: peak_bytes(self.device, lambda: self.heaviest(way)))
+        peak = peak_bytes(self.device, lambda: self.heaviest(way))
         facts = way.facts() | {"peak_bytes": above(peak, before)}
         self.results.extras[name] = self.known(seconds, facts)
 
@@ -304,17 +359,14 @@ class Comparison(ABC, Generic[W]):
         """(bytes held before a way is made, when its making began)."""
         return held_bytes(self.device), time.monotonic()
 
-    def ready(self, name: str) -> str | None:
-        """Make a way and warm it up; why that failed, or None."""
-        try:
-            self.ways[name] = self.make(name)
-            self.warm_up(self.ways[name])
-            synchronize(self.device)
-        except FAILURES as error:
-            return why(error)
-        return None
+    def ready(self, name: str) -> W:
+        """A way that is made and warmed up."""
+        way = self.ways[name] = self.make(name)
+        self.warm_up(way)
+        synchronize(self.device)
+        return way
 
-    def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
+    def attempt(self, name: str, work: Callable[[], Any]) -> Any:
         """Returns the result of `work`; None when it failed, which takes the way out."""
         try:
             return work()

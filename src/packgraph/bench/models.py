@@ -7,28 +7,13 @@ and which part of a decoder is run.
 
 Layers alone are what the middle of a pipeline runs, and what figures of other libraries are of: a
 head of 152k words costs as much as ten small layers and hides what happens in them.
-
-`model_flops` is the floating point operations that a model asks for, from shapes alone: the
-numerator of its share of the peak.
-
-Counted are the matrix products of forward and backward for real tokens: padding, recomputation,
-norms, rotary and activation functions are none of the model's work. A weight matrix costs 2
-operations per element and token in the forward and 4 in the backward (gradients of inputs and
-weights); of experts, those that a token is routed to. Causal attention has L (L + 1) / 2 pairs in a
-document of L tokens; each costs 2 D for the score and 2 D for the value per query head (D of keys,
-D of values), and twice that in the backward, as with any product, although the kernels compute
-scores again there. A head of Mamba-2 adds an outer product of P columns and S of state for each
-token and multiplies the state by S columns to read it, 4 P S together, and twice that in the
-backward: what the recurrence asks for, although kernels work on chunks and do more. Its convolution
-is no product of matrices.
 """
 
 import copy
 import dataclasses
 import math
 import random
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -36,12 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.initial import DrawsParameters
 from packgraph.models.layers.decoder import DecoderLayer
-from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.buckets.cost import FLASH4, CostModel
@@ -54,7 +36,6 @@ from packgraph.train.decoder_estimates import decoder_cost
 from packgraph.train.plan import FEWEST_SIZES, MULTIPLES
 
 PARTS = ("model", "layers")
-PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
 
 
 def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:
@@ -140,35 +121,6 @@ def shape(name: str, layers: int | None = None) -> DecoderConfig:
 def dtype_on(device: torch.device) -> torch.dtype:
     """bfloat16 on CUDA, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-class FreshModel(DecoderModel):
-    """A decoder whose fresh values are drawn on its own device: large shapes are ready in a
-    second."""
-
-    def reset_parameters(self, seed: int) -> None:
-        """Initialises as `DecoderStack` does, but not alike on every kind of device."""
-        draw_parameters(self, seed)
-
-
-def draw_parameters(model: DecoderStack, seed: int) -> None:
-    """Give a decoder fresh values, drawn on its own device: the same for a name and a seed on that
-    kind of device."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            generator = torch.Generator(parameter.device)
-            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            parameter.normal_(0.0, model.config.initializer_range, generator=generator)
-        for name, module in model.named_modules():
-            if isinstance(module, DrawsParameters):
-                generator = torch.Generator(model.rotary.inv_freq.device)
-                module.draw_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
-        for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
-            block.gate.reset_balance()
-            block.forget_demand()
 
 
 def draw_lengths(count: int, limit: int, *, mean: float, sigma: float, seed: int) -> list[int]:
@@ -274,12 +226,12 @@ def build_part(
 ) -> DecoderStack:
     """The part of a decoder of this shape, with fresh values."""
     if part == "model":
-        return FreshModel(config, device=device, dtype=dtype)
+        return DecoderModel(config, device=device, dtype=dtype)
     with torch.device("meta"):
         layers = {number: DecoderLayer(config, number) for number in range(config.num_layers)}
         model = DecoderStack(config, layers, first=False, last=False)
     model.to(dtype).to_empty(device=device)
-    draw_parameters(model, seed=0)
+    model.reset_parameters(seed=0)
     return model
 
 
@@ -349,22 +301,3 @@ class TimedPart:
         rows with a document."""
         out = out.detach()
         return float(out if out.dim() == 0 else out[: self.real].float().square().mean().sqrt())
-
-
-def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> int:
-    """Operations of forward and backward for one microbatch of documents of these lengths.
-
-    head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a
-    gradient.
-    """
-    weights = token_weights(config) + (head_weights(config) if head else 0)
-    others = sum(
-        config.count(name) * kind.operations(config, lengths)
-        for name, kind in config.kinds().items()
-    )
-    return 6 * weights * sum(lengths) + 3 * others
-
-
-def peak_share(flops: float, milliseconds: float) -> float:
-    """Share of PEAK_TFLOPS that `flops` operations in this time are."""
-    return flops / (milliseconds * 1e-3) / (PEAK_TFLOPS * 1e12)

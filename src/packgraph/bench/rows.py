@@ -7,19 +7,17 @@ its `reason` in it instead of figures.
 
 import importlib.metadata
 import json
-import math
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import packgraph
+from packgraph.viz.drawing import aligned
 
 # What running a model under a compiler or a capture may raise; running out of memory is a
 # RuntimeError.
@@ -33,7 +31,6 @@ FAILURES = (
     ImportError,
     OSError,
 )
-TABLE_WIDTH = 170
 KERNEL_PACKAGES = ("triton", "flash-attn-4")  # whose versions decide about times, too
 
 Row = dict[str, Any]
@@ -43,14 +40,8 @@ Column = tuple[str, Callable[[Row], str]]
 def figures(values: Sequence[float]) -> dict[str, float]:
     """Median, 10th, 90th and 99th percentile (interpolated) and number of `values`; there must be
     at least one."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-        return round(low + (high - low) * (place - math.floor(place)), 4)
-
-    return {"median": at(0.5), "p10": at(0.1), "p90": at(0.9), "p99": at(0.99), "n": len(ordered)}
+    found = np.percentile(values, (50, 10, 90, 99)).round(4).tolist()
+    return dict(zip(("median", "p10", "p90", "p99"), found, strict=True)) | {"n": len(values)}
 
 
 def why(error: BaseException) -> str:
@@ -59,45 +50,20 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
-def commit_of_source() -> str:
-    """The commit of the folder this runs from, with `-dirty` for local changes; `unknown` outside a
-    git checkout."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return "unknown"
-    try:
-        git = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:  # there is no git
-        return "unknown"
-    return git.stdout.strip() or "unknown"
-
-
 def facts(device: torch.device, commit: str | None) -> Row:
-    """Returns facts of the measurement for every row. commit: None looks into the git checkout."""
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu ({platform.machine()})"
-    )
+    """Returns facts of the measurement for every row."""
+    name = f"cpu ({platform.machine()})"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "packgraph": packgraph.__version__,
-    } | {name: _installed(name) for name in KERNEL_PACKAGES}
-    return {"device": name, "versions": versions, "commit": commit or commit_of_source()}
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        **{name: found.get(name) for name in KERNEL_PACKAGES},
+    }
+    return {"device": name, "versions": versions, "commit": commit or "unknown"}
 
 
 class Rows:
@@ -125,26 +91,14 @@ class Rows:
         are missing."""
         if not self.write:
             return
-        console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else TABLE_WIDTH)
-        table = Table(title=title, title_justify="left")
-        for name, _ in columns:
-            table.add_column(
-                name,
-                justify="left" if name == "way" else "right",
-                no_wrap=name == "way",
-                overflow="fold",
-            )
-        for row in self.all:
-            table.add_row(*(cell(row) for _, cell in columns))
-        console.print(table)
+        table = [[name for name, _ in columns]]
+        table += [[cell(row) for _, cell in columns] for row in self.all]
+        lines = [title, *aligned(table)]
         for row in self.all:
             why_not_more = row["reason"] or row.get("stopped")  # what ended a search
             if why_not_more is not None:
-                console.print(
-                    f"{row['way']} at {row['tokens']} tokens: {why_not_more}",
-                    markup=False,
-                    highlight=False,
-                )
+                lines.append(f"{row['way']} at {row['tokens']} tokens: {why_not_more}")
+        print("\n".join(lines), file=sys.stderr)
 
     @property
     def measured(self) -> bool:

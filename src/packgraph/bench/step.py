@@ -10,59 +10,160 @@ Times are per call: on the device from the end of one call to the end of the nex
 mean of the block. The call ahead is not counted: a step of training begins while the device works
 on the one before, so what the host does once a step costs time only where the host is what
 everything waits for. Peak memory is what a way holds beyond parameters and gradients, which all
-ways share. gpu_busy is measured after all rounds, see bench/timing.py; mfu counts the operations
-that the model asks for, see bench/models.py.
+ways share.
 """
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 
-from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone
+from packgraph.bench.comparison import Check, Comparison, Deadline, Sample, agreement, time_calls
 from packgraph.bench.models import (
-    PEAK_TFLOPS,
+    PARTS,
+    SHAPES,
     TimedPart,
     build_part,
     draw_batches,
     dtype_on,
-    model_flops,
-    peak_share,
     planned_buckets,
     refit,
     shape,
     squared_gradients,
     zero_gradients,
 )
-from packgraph.bench.moe_variants import (
-    EXPERT_WAYS,
-    MOE_WAYS,
-    expert_memory,
-    give_rows,
-    measured_memory,
-)
-from packgraph.bench.options import (
-    CAPTURABLE,
-    FIRST,
-    KILO,
-    PART_HELP,
-    ComparedArguments,
-    Part,
-)
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
-from packgraph.bench.timing import Deadline, busy_time, time_calls
-from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way
+from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way, make_way
 from packgraph.models.stack import DecoderStack
+from packgraph.ops.attention.api import BACKENDS
 from packgraph.ops.float8.linear import is_float8
 from packgraph.packing.batch import PackedBatch
-from packgraph.train.config.values import Count, option
+from packgraph.parallel.ranks import Launch
+from packgraph.train.config.values import CommandArguments, Count, option
 
-BUSY_CALLS = 2
-ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **FLOAT8_WAYS, **EXPERT_WAYS})
-StepWay = Annotated[str, tuple(ALL_WAYS)]
+KILO = 1024
+CPU_TOKENS = (128,)
+CAPTURABLE = tuple(name for name in BACKENDS if name != "naive")
+Shape = Annotated[str, tuple(SHAPES)]
+Part = Annotated[str, PARTS]
+FIRST = "the first is what others are compared with"
+PART_HELP = "the whole model, or its layers without embedding and head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchArguments(CommandArguments):
+    """Options of every benchmark."""
+
+    seed: int = option(0, "of the documents", metavar="N")
+    seconds: float | None = option(None, "begin nothing further after this time", metavar="S")
+    out: Path | None = option(None, "append the rows to this file, too", metavar="FILE")
+    commit: str | None = option(
+        None, "what rows say about the commit of the source", metavar="TEXT"
+    )
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """Lists what is wrong with the options."""
+        found, folder = list[str](), self.out and self.out.resolve().parent
+        if self.seconds is not None and self.seconds <= 0:
+            found.append(f"--seconds must be positive, got {self.seconds:g}")
+        if self.seed < 0:
+            found.append(f"--seed must be at least 0 and below 2^63, got {self.seed}")
+        if self.out is not None and self.out.exists() and not self.out.is_file():
+            found.append(f"--out {self.out}: it is no file")
+        elif folder is not None and not folder.is_dir():
+            found.append(f"--out {self.out}: the folder {folder} does not exist")
+        ways = getattr(self, "ways", None) or ()
+        if len(set(ways)) < len(ways):
+            found.append(f"--ways names a way twice: {' '.join(ways)}")
+        return found
+
+    def on(self, device_type: str, launch: Launch) -> Self:
+        """These options with what is usual for a device and a number of processes put in. Raises
+        ConfigError where these processes cannot run the benchmark."""
+        return self
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Returns whether the rows are as they should be; says why not on stderr."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkArguments(BenchArguments):
+    """Options of benchmarks that run a model."""
+
+    usual_models: ClassVar[tuple[str, str]] = ("qwen3-0.6b", "tiny")  # on CUDA, and on a CPU
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO,)
+
+    model: Shape | None = option(
+        None,
+        "shape of the model (default: {own.usual_models[0]} on CUDA, {own.usual_models[1]} on a "
+        "CPU)",
+    )
+    layers: Count | None = option(None, "another number of layers", metavar="N")
+    tokens: tuple[Count, ...] = option(
+        (),
+        "tokens of a microbatch (default: {own.usual_tokens_text}; 128 on a CPU)",
+        metavar="T ...",
+    )
+    mean: float = option(1024.0, "mean length of documents, in tokens", metavar="T")
+    sigma: float = option(1.5, "of the lognormal distribution of lengths", metavar="F")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "what it runs on")
+
+    def problems(self) -> list[str]:
+        """Lists what is wrong with the options."""
+        found = super().problems()
+        if self.mean <= 0 or self.sigma < 0:
+            given = f"{self.mean:g} and {self.sigma:g}"
+            found.append(f"--mean must be positive and --sigma not negative, got {given}")
+        return found
+
+    @property
+    def usual_tokens_text(self) -> str:
+        """The default of --tokens as it is typed."""
+        return " ".join(map(str, self.usual_tokens))
+
+    def on(self, device_type: str, launch: Launch) -> Self:
+        """These options with the usual model and tokens of a device of this type put in."""
+        small = device_type == "cpu"
+        tokens = self.tokens or (CPU_TOKENS if small else self.usual_tokens)
+        return replace(self, model=self.model or self.usual_models[small], tokens=tokens)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """The distribution of lengths, as `draw_batches` takes it and rows tell it."""
+        return {"mean": self.mean, "sigma": self.sigma, "seed": self.seed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedArguments(WorkArguments):
+    """Options of benchmarks whose ways run in turn."""
+
+    rounds: Count = option(15, "how often all ways take turns", metavar="N")
+    together: Count | None = option(
+        None,
+        "measure so many ways side by side, the first always among them, and free them before the "
+        "next: less memory; 1 = each by itself (default: all)",
+        metavar="N",
+    )
+
+
+MOE_WAYS = ("eager", "chunk+compile", "chunk", "reduce-overhead", "compile")
+MAKERS: dict[str, Maker] = dict.fromkeys((*WAYS, *FLOAT8_WAYS), make_way)
+StepWay = Annotated[str, tuple(MAKERS)]
+
+
+def per_layer_text(row: Row) -> str:
+    """Cell with milliseconds of capture per layer and bucket."""
+    seconds = row.get("capture_layer_seconds")
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
+
 
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")),
@@ -73,17 +174,8 @@ COLUMNS: list[Column] = [
     ("ratio", value("ratio", ".2f")),
     ("device ms", median("device_ms")),
     ("host ms", median("host_ms")),
-    ("busy", value("gpu_busy", ".1%")),
-    ("mfu", value("mfu", ".3f")),
     ("prepare s", value("prepare_seconds", ".1f")),
-    (
-        "capture ms / layer",
-        lambda row: (
-            "-"
-            if row.get("capture_layer_seconds") is None
-            else f"{1000 * row['capture_layer_seconds']:.1f}"
-        ),
-    ),
+    ("capture ms / layer", per_layer_text),
     ("peak GiB", gibibytes("peak_bytes")),
     ("padding", value("padding", ".1%")),
     ("result", agreement),
@@ -95,12 +187,11 @@ class StepArguments(ComparedArguments):
     """Forward and backward of one microbatch."""
 
     usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 2 * KILO, 4 * KILO)
-    makers: ClassVar[Mapping[str, Maker]] = ALL_WAYS
+    makers: ClassVar[Mapping[str, Maker]] = MAKERS
     compiler: ClassVar[str] = "inductor"
-    room: ClassVar[float] = 1.0
 
     part: Part = option("model", PART_HELP)
-    ways: tuple[StepWay, ...] = option(tuple(WAYS), FIRST)
+    ways: tuple[StepWay, ...] = option(WAYS, FIRST)
     documents: Count | None = option(
         None,
         "places for documents of ways that have one shape (default: the most that occur)",
@@ -115,36 +206,13 @@ class StepArguments(ComparedArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class MoeArguments(StepArguments):
-    """Variant of step with defaults and ways for layers with experts."""
+    """Forward and backward of layers with experts: step with other defaults."""
 
     usual_models: ClassVar[tuple[str, str]] = ("moonlight", "moonlight-tiny")
     usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 4 * KILO, 16 * KILO)
 
     part: Part = option("layers", PART_HELP)
     ways: tuple[StepWay, ...] = option(MOE_WAYS, FIRST)
-    room: float = option(  # type: ignore[misc]
-        1.0,
-        "rows that experts of static shapes have, over those that are routed: what a rank of "
-        "several needs for an uneven load",
-        metavar="F",
-    )
-
-    def problems(self) -> list[str]:
-        """Returns what is wrong with further options."""
-        small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
-        return super().problems() + small
-
-
-def bench_step(
-    options: StepArguments, device: torch.device, rows: Rows, deadline: Deadline
-) -> None:
-    """Measure everything in `options`; one row per number of tokens and way."""
-    config = shape(str(options.model), options.layers)
-    model = build_part(options.part, config, device, dtype_on(device))
-    zero_gradients([model])
-    give_rows(model, options.room)
-    for tokens in options.tokens:
-        StepComparison(options, tokens, model, device, deadline).measure(rows, options.together)
 
 
 class StepComparison(Comparison[Way]):
@@ -170,7 +238,6 @@ class StepComparison(Comparison[Way]):
         self.draws = draw_batches(
             buckets[-1], options.rounds * options.calls + 1, config.vocab_size, **options.drawn
         )
-        self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
         work = TimedPart(model, tokens, min(batch.num_tokens for batch in self.draws))
         self.setting = Setting(work, model, buckets[-1], buckets, attention, options.compiler)
         self.batches: dict[str, list[PackedBatch]] = {}
@@ -200,30 +267,15 @@ class StepComparison(Comparison[Way]):
 
     def time(self, way: Way, number: int) -> list[Sample]:
         """The microbatches of a round, in a row."""
-        block = self._block(number)
-        batches, flops = self.batches[way.name][block], self.flops[block]
+        batches = self.batches[way.name][self.block(number)]
         zero_gradients([self.model])
         laps, host_ms = time_calls(
-            self.device, lambda mark: _run(way, batches, mark), lambda: self._lead(way)
+            self.device, lambda mark: run_all(way, batches, mark), lambda: self.lead(way)
         )
         return [
-            Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens, work)
-            for lap, batch, work in zip(laps, batches, flops, strict=True)
+            Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens)
+            for lap, batch in zip(laps, batches, strict=True)
         ]
-
-    def after(self, way: Way) -> Row:
-        """Share of the time in which the device is at work, kernels of a call; or why they are not
-        known."""
-        batches = self.batches[way.name][self._block(0)][:BUSY_CALLS]
-        busy, reason = attempt_alone(
-            lambda: busy_time(self.device, lambda: _run(way, batches), lambda: self._lead(way)),
-            self.deadline,
-        )
-        return {
-            "gpu_busy": None if busy is None else round(busy.share, 4),
-            "gpu_busy_reason": reason,
-            "kernel_ms": None if busy is None else round(busy.kernel_ms / len(batches), 4),
-        }
 
     def what(self, name: str) -> Row:
         """Shapes, lengths and attention of a way."""
@@ -250,34 +302,42 @@ class StepComparison(Comparison[Way]):
 
     def row(self, name: str) -> Row:
         """The row of one way at this number of tokens."""
-        row, options = super().row(name), self.options
-        samples = self.results.samples[name] if row["reason"] is None else []
-        row["rounds"] = len(samples) // options.calls
-        shares = [peak_share(sample.flops, sample.times["device_ms"]) for sample in samples]
-        known = shares and self.device.type == "cuda"
-        row["mfu"] = round(statistics.median(shares), 5) if known else None
-        if self.model.config.experts.enabled:
-            row["room"] = options.room
-            row |= measured_memory(row, self.results.extras[self.results.names[0]])
-            row |= expert_memory(name, self.model, self.setting.capacity, options.room)
-        return row | {"mfu_peak_tflops": PEAK_TFLOPS}
+        row = super().row(name)
+        count = len(self.results.samples[name]) if row["reason"] is None else 0
+        return row | {"rounds": count // self.options.calls}
 
     def tolerance(self, name: str) -> float:
         """Largest relative difference of the losses of a way that is rounding; in float8, of
         numbers with four bits."""
         return 1e-2 if any(map(is_float8, name.split("+"))) else super().tolerance(name)
 
-    def _block(self, number: int) -> slice:
+    def block(self, number: int) -> slice:
         """The microbatches of a round."""
         return slice(number * self.options.calls, (number + 1) * self.options.calls)
 
-    def _lead(self, way: Way) -> None:
+    def lead(self, way: Way) -> None:
         """A call ahead of those that count, on a draw of its own."""
-        _run(way, self.batches[way.name][-1:])
+        run_all(way, self.batches[way.name][-1:])
 
 
-def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:
+def run_all(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:
+    """The microbatches in a row; calls `mark` after each."""
     with way.frozen():
         for batch in batches:
             way.run(batch)
             mark()
+
+
+def bench_step(
+    options: StepArguments,
+    device: torch.device,
+    rows: Rows,
+    deadline: Deadline,
+    comparison: type[StepComparison] = StepComparison,
+) -> None:
+    """Measure everything in `options`; one row per number of tokens and way."""
+    config = shape(str(options.model), options.layers)
+    model = build_part(options.part, config, device, dtype_on(device))
+    zero_gradients([model])
+    for tokens in options.tokens:
+        comparison(options, tokens, model, device, deadline).measure(rows, options.together)

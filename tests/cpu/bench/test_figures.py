@@ -8,34 +8,33 @@ import pytest
 import torch
 from bench import main
 from bench_padding import DISTRIBUTIONS, PaddingArguments, bench_padding, lengths_like
-from exchanges import exposed_length
+from bench_shard import exposed_length
 from hypothesis import given
 from hypothesis import strategies as st
+from step_figures import (
+    PEAK_TFLOPS,
+    busy_time,
+    device_intervals,
+    model_flops,
+    peak_share,
+    union_length,
+)
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
+from packgraph.bench.comparison import Deadline, start_anew
 from packgraph.bench.models import (
-    PEAK_TFLOPS,
     WINDOW,
     TimedPart,
     build_part,
     draw_batches,
     draw_lengths,
-    model_flops,
-    peak_share,
     planned_buckets,
     refit,
     shape,
     zero_gradients,
 )
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.timing import (
-    Deadline,
-    busy_time,
-    device_intervals,
-    start_anew,
-    union_length,
-)
 from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")

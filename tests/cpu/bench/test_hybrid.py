@@ -6,37 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from benchkit import ONE, make, make_way, results
+from expert_ways import partial_scope
 from others import GraphedCallables, Recorded
 from torch import Tensor
 
 from packgraph import cli
-from packgraph.bench.compiled import layers_of
 from packgraph.bench.models import (
-    FreshModel,
-    TimedPart,
-    build_part,
-    draw_batches,
-    refit,
     shape,
-    squared_gradients,
     twin,
-    zero_gradients,
 )
-from packgraph.bench.moe_variants import partial_scope
-from packgraph.bench.step import ALL_WAYS
-from packgraph.bench.variants import Setting, Way
+from packgraph.bench.variants import layers_of
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
-from packgraph.models.layers.mamba import FIRST_DECAY
 from packgraph.models.stack import DecoderStack
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
 
-CPU, ONE = torch.device("cpu"), Capacity(32, 6)
-
-
-def make_expert_way(name: str, setting: Setting) -> Way:
-    return ALL_WAYS[name](name, setting)
+TINY = shape("hybrid-tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -44,39 +29,6 @@ def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def make(count: int = 2) -> tuple[DecoderStack, list[PackedBatch], Setting]:
-    model = build_part("layers", shape("hybrid-tiny"), CPU, torch.float32)
-    zero_gradients([model])
-    draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
-    return (
-        model,
-        draws,
-        Setting(
-            TimedPart(model, 32, min(batch.num_tokens for batch in draws)),
-            model,
-            ONE,
-            (ONE,),
-            compiler="aot_eager",
-        ),
-    )
-
-
-def results(
-    way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart
-) -> list[tuple[float, float]]:
-    """Score of the output and norm of the gradients for each microbatch, after the way got
-    ready."""
-    batches = [refit(batch, way.capacity(batch)) for batch in draws]
-    way.prepare(batches)
-    found = []
-    for batch in batches:
-        zero_gradients([model])
-        with way.frozen():
-            found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
-    assert way.complaint() is None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -90,9 +42,9 @@ def results(
     ],
 )
 def test_ways_compute_what_eager_does(name: str) -> None:
-    model, draws, setting = make()
-    expected = results(make_expert_way("eager", setting), model, draws, setting.work)
-    way = make_expert_way(name, setting)
+    model, draws, setting = make("layers", TINY, 2)
+    expected = results(make_way("eager", setting), model, draws, setting.work)
+    way = make_way(name, setting)
     found = results(way, model, draws, setting.work)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
     assert name.endswith("compile") or found == expected
@@ -102,8 +54,8 @@ def test_ways_compute_what_eager_does(name: str) -> None:
 def test_graphs_of_torch_take_what_layers_read() -> None:
     """Document ids and no tables come in as tensors of their own; with modules that run in place of
     graphs."""
-    model, draws, setting = make()
-    expected = results(make_expert_way("eager", setting), model, draws, setting.work)
+    model, draws, setting = make("layers", TINY, 2)
+    expected = results(make_way("eager", setting), model, draws, setting.work)
     own = twin(model, "auto")
     work = setting.work.by(own)
 
@@ -124,15 +76,6 @@ def test_graphs_of_torch_take_what_layers_read() -> None:
 def test_partial_graphs_capture_what_is_no_expert() -> None:
     assert partial_scope(shape("hybrid")) == ("mamba", "attn", "moe_router", "moe_preprocess")
     assert partial_scope(shape("moonlight")) == ("attn", "moe_router", "moe_preprocess")
-
-
-def test_fresh_models_have_decays_of_the_paper() -> None:
-    model = FreshModel(shape("hybrid-tiny"), device=CPU, dtype=torch.bfloat16)
-    decay = model.get_parameter("layers.0.mamba.A_log").detach().exp()
-    assert (
-        decay.dtype == torch.float32
-        and FIRST_DECAY[0] <= decay.min() < decay.max() <= FIRST_DECAY[1]
-    )
 
 
 def test_shapes_are_those_of_1_to_2_billion_parameters() -> None:

@@ -8,8 +8,8 @@ import torch
 from bench import main
 from bench_integrations import WAYS, IntegrationArguments, bench_integrations
 
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows
-from packgraph.bench.timing import Deadline
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_measures import HeldBytes, most_tokens, search
 
-from packgraph.bench.timing import Deadline
+from packgraph.bench.comparison import Deadline
 
 LOTS = HeldBytes(0.0, 2.0**60)
 

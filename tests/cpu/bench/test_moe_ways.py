@@ -11,52 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from bench import ALL, ALL_WAYS, PEERS
-from others import GraphedCallables, Recorded, WholeGraph
+from bench import ALL, PEERS, AllMoeArguments, main, measure_step
+from benchkit import CPU, ONE, make, make_way, results
+from expert_ways import EXPERT_WAYS, MOE_WAYS, RoomyDispatcher, Stashed, partial_scope
+from others import GraphedCallables, Recorded, WholeGraph, their_layers
+from step_figures import model_flops
 from torch import Tensor
-from transformers_layers import their_layers
 
 from packgraph import cli
 from packgraph.bench.command import read_bench
-from packgraph.bench.comparison import room_for_code
-from packgraph.bench.compiled import layers_of
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.models import (
     SHAPES,
-    TimedPart,
     build_part,
-    draw_batches,
-    model_flops,
     refit,
     shape,
-    squared_gradients,
     twin,
-    zero_gradients,
-)
-from packgraph.bench.moe_variants import (
-    EXPERT_WAYS,
-    MOE_WAYS,
-    RoomyDispatcher,
-    Stashed,
-    partial_scope,
 )
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import MoeArguments, bench_step
-from packgraph.bench.timing import Deadline
-from packgraph.bench.variants import WAYS, Graphed, Setting, Way
+from packgraph.bench.variants import WAYS, Graphed, layers_of
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-CPU = torch.device("cpu")
-ONE = Capacity(32, 6)
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "h200_moe.sh"
+TINY = shape("moonlight-tiny")
 EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
-
-
-def make_expert_way(name: str, setting: Setting) -> Way:
-    return ALL_WAYS[name](name, setting)
 
 
 @pytest.fixture(autouse=True)
@@ -66,48 +46,12 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def make(
-    part: str, model: str = "moonlight-tiny"
-) -> tuple[DecoderStack, list[PackedBatch], Setting]:
-    built = build_part(part, shape(model), CPU, torch.float32)
-    zero_gradients([built])
-    draws = draw_batches(ONE, 3, 300, mean=8, sigma=0.8, seed=0)
-    return (
-        built,
-        draws,
-        Setting(
-            TimedPart(built, 32, min(batch.num_tokens for batch in draws)),
-            built,
-            ONE,
-            (ONE,),
-            compiler="aot_eager",
-        ),
-    )
-
-
-def results(
-    way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart
-) -> list[tuple[float, float]]:
-    """Score of the output and norm of the gradients for each microbatch, after the way got
-    ready."""
-    batches = [refit(batch, way.capacity(batch)) for batch in draws]
-    found = []
-    with room_for_code():
-        way.prepare(batches)
-        for batch in batches:
-            zero_gradients([model])
-            with way.frozen():
-                found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
-    assert way.complaint() is None
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[tuple[float, float]]]:
     return {
-        part: results(make_expert_way("eager", setting), model, draws, setting.work)
+        part: results(make_way("eager", setting), model, draws, setting.work)
         for part in ("layers", "model")
-        for model, draws, setting in [make(part)]
+        for model, draws, setting in [make(part, TINY, 3)]
     }
 
 
@@ -124,8 +68,8 @@ def expected() -> dict[str, list[tuple[float, float]]]:
     ],
 )
 def test_ways_compute_what_eager_does(expected: dict[str, Any], part: str, name: str) -> None:
-    model, draws, setting = make(part)
-    way = make_expert_way(name, setting)
+    model, draws, setting = make(part, TINY, 3)
+    way = make_way(name, setting)
     found = results(way, model, draws, setting.work)
     torch.testing.assert_close(
         torch.tensor(found), torch.tensor(expected[part]), rtol=1e-5, atol=1e-7
@@ -144,8 +88,8 @@ def test_the_layers_of_transformers_share_values_and_gradients(expected: dict[st
     """Without a gradient of the losses that balance experts, which it has not: 1e-5 of the norm
     here."""
     pytest.importorskip("transformers")
-    model, draws, setting = make("layers")
-    way = make_expert_way("transformers", setting)
+    model, draws, setting = make("layers", TINY, 3)
+    way = make_way("transformers", setting)
     found = results(way, model, draws, setting.work)
     torch.testing.assert_close(
         torch.tensor(found), torch.tensor(expected["layers"]), rtol=1e-4, atol=1e-6
@@ -154,7 +98,7 @@ def test_the_layers_of_transformers_share_values_and_gradients(expected: dict[st
 
 
 def test_transformers_has_no_such_layers_without_latent_attention() -> None:
-    model, _, _ = make("layers", "tiny")
+    model, _, _ = make("layers", shape("tiny"), 3)
     with pytest.raises(ValueError, match=r"for latent attention with experts \(DeepSeek-V3\) only"):
         their_layers(model)
 
@@ -162,7 +106,7 @@ def test_transformers_has_no_such_layers_without_latent_attention() -> None:
 def test_graphs_of_torch_take_what_experts_read(expected: dict[str, Any]) -> None:
     """With functions that run again in place of graphs: all that a layer reads of a batch comes in
     as tensors."""
-    model, draws, setting = make("layers")
+    model, draws, setting = make("layers", TINY, 3)
 
     def again(run: Any) -> tuple[Any, Any]:
         out: Tensor = run().clone()
@@ -192,8 +136,8 @@ def test_graphs_of_torch_take_what_experts_read(expected: dict[str, Any]) -> Non
 
 
 def test_a_stash_without_room_is_a_complaint_and_pages_are_counted() -> None:
-    _, draws, setting = make("layers")
-    way = make_expert_way("chunk+stash", setting)
+    _, draws, setting = make("layers", TINY, 3)
+    way = make_way("chunk+stash", setting)
     assert isinstance(way, Stashed)
     way.prepare([refit(batch, ONE) for batch in draws])
     found = way.facts()
@@ -205,10 +149,10 @@ def test_a_stash_without_room_is_a_complaint_and_pages_are_counted() -> None:
 
 
 def test_ways_of_experts_need_experts() -> None:
-    _, _, setting = make("layers", "tiny")
+    _, _, setting = make("layers", shape("tiny"), 3)
     for name in EXPERT_WAYS:
         with pytest.raises(ValueError, match="is a way of running experts, but the model has none"):
-            make_expert_way(name, setting)
+            make_way(name, setting)
     assert set(MOE_WAYS) <= {*WAYS, *EXPERT_WAYS} and not set(WAYS) & set(EXPERT_WAYS)
 
 
@@ -254,9 +198,10 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
         "--device",
         "cpu",
     ]
-    assert cli.main(["bench", "moe", *words, "--ways", "host-splits", "eager"]) == 0
+    assert main(["moe", *words, "--ways", "host-splits", "eager"]) == 0
+    assert cli.main(["bench", "moe", *words, "--ways", "eager", "chunk"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["way"] for row in rows] == ["host-splits", "eager"]
+    assert [row["way"] for row in rows] == ["host-splits", "eager", "eager", "chunk"]
     assert all(
         row["benchmark"] == "step"
         and row["part"] == "layers"
@@ -272,7 +217,7 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
 def test_rows_of_experts_say_what_a_stash_takes() -> None:
     """With room for twice the rows everything static takes twice of what is balanced; a stash one
     layer more."""
-    options = MoeArguments(
+    options = AllMoeArguments(
         model="moonlight-tiny",
         layers=2,
         tokens=(32,),
@@ -285,7 +230,7 @@ def test_rows_of_experts_say_what_a_stash_takes() -> None:
         room=2.0,
     )
     rows = Rows(facts(CPU, "abc123"), write=False)
-    bench_step(options, CPU, rows, Deadline(None))
+    measure_step(options, CPU, rows, Deadline(None))
     for row in rows.all:
         json.dumps(row)
         assert row["reason"] is None and row["loss_difference"] == 0.0 and row["room"] == 2.0

@@ -13,10 +13,10 @@ import torch
 from bench import main
 from bench_offload import OffloadArguments, OffloadCase, OffloadRun
 from offload_measures import copy_ceiling, copy_times, free_host_bytes
+from step_figures import attempt_alone
 
-from packgraph.bench.comparison import attempt_alone
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.models import build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.timing import Deadline
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory

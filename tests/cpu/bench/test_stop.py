@@ -5,24 +5,10 @@ import os
 import signal
 
 import pytest
+from benchkit import SMALL
 
 from packgraph import cli
 from packgraph.bench.step import StepComparison
-
-SMALL = [
-    "--device",
-    "cpu",
-    "--model",
-    "tiny",
-    "--tokens",
-    "32",
-    "--documents",
-    "4",
-    "--mean",
-    "10",
-    "--sigma",
-    "0.5",
-]
 
 
 def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(

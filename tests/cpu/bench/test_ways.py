@@ -13,19 +13,17 @@ from unittest import mock
 
 import pytest
 import torch
-from bench import ALL_WAYS, STEP_WAYS, main
+from bench import STEP_WAYS, main
 from bench_memory import _ratios
+from benchkit import CPU, ONE, SMALL, make, make_way, results
 from others import GraphedCallables, Recorded, WholeGraph
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from packgraph.bench import variants as ways
-from packgraph.bench.comparison import room_for_code
-from packgraph.bench.compiled import LayerStack, compiled_layers, layers_of
+from packgraph.bench.comparison import Deadline, room_for_code
 from packgraph.bench.models import (
     TimedPart,
-    build_part,
-    draw_batches,
     refit,
     shape,
     squared_gradients,
@@ -34,36 +32,14 @@ from packgraph.bench.models import (
 )
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepArguments, bench_step
-from packgraph.bench.timing import Deadline
-from packgraph.bench.variants import Compiled, Graphed, Setting, Way
-from packgraph.models.stack import DecoderStack
+from packgraph.bench.variants import Graphed, Way, compiled_layers, layer_stack, layers_of
 from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-CPU = torch.device("cpu")
 COMPILED = ("compile", "auto+compile")
-ONE, BUCKETS = Capacity(32, 6), (Capacity(24, 2), Capacity(32, 3), Capacity(32, 6))
-SMALL = [
-    "--device",
-    "cpu",
-    "--model",
-    "tiny",
-    "--layers",
-    "2",
-    "--tokens",
-    "32",
-    "--documents",
-    "4",
-    "--mean",
-    "10",
-    "--sigma",
-    "0.5",
-]
-
-
-def make_way(name: str, setting: Setting) -> Way:
-    return ALL_WAYS[name](name, setting)
+BUCKETS = Capacity(24, 2), Capacity(32, 3), ONE
+TWO = ("--layers", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -71,41 +47,6 @@ def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def make(part: str, count: int = 6) -> tuple[DecoderStack, list[PackedBatch], Setting]:
-    """A part of two layers, microbatches, and the setting of a contest."""
-    model = build_part(part, shape("tiny", 2), CPU, torch.float32)
-    zero_gradients([model])
-    draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
-    return (
-        model,
-        draws,
-        Setting(
-            TimedPart(model, 32, min(batch.num_tokens for batch in draws)),
-            model,
-            ONE,
-            BUCKETS,
-            compiler="aot_eager",
-        ),
-    )
-
-
-def results(
-    way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart
-) -> list[tuple[float, float]]:
-    """Score of the output and norm of the gradients for each microbatch, after the way got
-    ready."""
-    batches = [refit(batch, way.capacity(batch)) for batch in draws]
-    way.prepare(batches)
-    found = []
-    for batch in batches:
-        zero_gradients([model])
-        with way.frozen():
-            score = work.score(way.run(batch))
-        found.append((score, squared_gradients([model]) ** 0.5))
-    assert way.complaint() is None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -123,7 +64,7 @@ def results(
     ],
 )
 def test_ways_compute_what_eager_does(part: str, name: str) -> None:
-    model, draws, setting = make(part)
+    model, draws, setting = make(part, shape("tiny", 2), 6, BUCKETS)
     eager, way = make_way("eager", setting), make_way(name, setting)
     expected = results(eager, model, draws, setting.work)
     found = results(way, model, draws, setting.work)
@@ -149,7 +90,7 @@ def run_again(run: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("part", ["model", "layers"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphed_callables_hand_layers_nothing_but_tensors(part: str, compiled: bool) -> None:
-    model, draws, setting = make(part)
+    model, draws, setting = make(part, shape("tiny", 2), 6, BUCKETS)
     expected = results(make_way("eager", setting), model, draws, setting.work)
     own = twin(model, "auto")
     layers = compiled_layers(own, "aot_eager", dynamic=False) if compiled else layers_of(own)
@@ -182,7 +123,7 @@ def test_graphed_callables_hand_layers_nothing_but_tensors(part: str, compiled: 
 
 @pytest.mark.parametrize("part", ["model", "layers"])
 def test_the_whole_graph_reads_static_inputs(part: str) -> None:
-    model, draws, setting = make(part)
+    model, draws, setting = make(part, shape("tiny", 2), 6, BUCKETS)
     expected = results(make_way("eager", setting), model, draws, setting.work)
     padded = Capacity(32, 256)
     way = Recorded(
@@ -200,13 +141,13 @@ def test_the_whole_graph_reads_static_inputs(part: str) -> None:
 
 @pytest.mark.parametrize("name", ["reduce-overhead", "graphed-callables", "whole-padded+compile"])
 def test_ways_of_torch_graphs_say_what_they_need(name: str) -> None:
-    _, _, setting = make("layers", 1)
+    _, _, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
     with pytest.raises(ValueError, match=r"makes CUDA graphs: there is none on a CPU"):
         make_way(name, setting)
 
 
 def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
-    model, draws, setting = make("layers", 1)
+    model, draws, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
     other = twin(model, "sdpa")
     assert other.config.attention_backend == "sdpa" and model.config.attention_backend == "auto"
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
@@ -221,7 +162,7 @@ def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
 def test_padding_rows_of_layers_bring_no_gradient() -> None:
     """Negative control: with a gradient in padding the shape that documents run in would change the
     results."""
-    model, draws, setting = make("layers", 4)
+    model, draws, setting = make("layers", shape("tiny", 2), 4, BUCKETS)
     way = make_way("eager", setting)
     short = min(draws, key=lambda batch: batch.num_tokens)
     if short.num_tokens == 32:
@@ -239,7 +180,7 @@ def test_padding_rows_of_layers_bring_no_gradient() -> None:
 
 
 def test_own_attention_is_that_of_the_stack() -> None:
-    _, _, setting = make("layers", 1)
+    _, _, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
     assert {name: setting.attention_of(name) for name in STEP_WAYS} == dict.fromkeys(
         STEP_WAYS, "auto"
     )
@@ -267,10 +208,10 @@ def read_shape(
 def test_compiled_layers_take_documents_as_they_are() -> None:
     """The number of documents and the longest of them become symbols: two pieces of code, whatever
     comes."""
-    model, draws, setting = make("layers", 8)
+    model, draws, setting = make("layers", shape("tiny", 2), 8, BUCKETS)
     counter = CompileCounter()
-    stack = LayerStack(model, compiled_layers(model, counter))
-    way = Compiled("compile", setting.work.by(stack), (), stack)
+    stack = layer_stack(model, compiled_layers(model, counter))
+    way = Way("compile", setting.work.by(stack))
     with mock.patch.object(attention_module, "BACKENDS", {"sdpa": read_shape}), room_for_code():
         batches = [refit(batch, way.capacity(batch)) for batch in draws]
         assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
@@ -346,9 +287,11 @@ def test_ways_that_are_ready_when_time_is_up_run_a_few_rounds() -> None:
     [
         (["attention", "--model", "tiny", "--tokens", "32", "--mean", "8", "--draws", "2"], 3),
         pytest.param(
-            ["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3, marks=pytest.mark.slow
+            ["memory", *SMALL, *TWO, "--part", "layers", "--banks", "1", "2"],
+            3,
+            marks=pytest.mark.slow,
         ),
-        (["capture", *SMALL, "--banks", "1", "2", "--ways", "layer", "chunk"], 4),
+        (["capture", *SMALL, *TWO, "--banks", "1", "2", "--ways", "layer", "chunk"], 4),
     ],
 )
 def test_small_benchmarks_write_rows(
@@ -410,7 +353,7 @@ def test_room_for_code_ends_with_its_block() -> None:
 
 
 def test_a_way_that_falls_back_complains() -> None:
-    _, draws, setting = make("layers", 2)
+    _, draws, setting = make("layers", shape("tiny", 2), 2, BUCKETS)
     way = make_way("chunk", setting)
     way.prepare([refit(batch, way.capacity(batch)) for batch in draws])
     way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
@@ -419,7 +362,7 @@ def test_a_way_that_falls_back_complains() -> None:
 
 
 def test_unknown_capacities_are_refused_by_ways_that_have_few() -> None:
-    _, draws, setting = make("layers", 1)
+    _, draws, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
     way = make_way("auto", setting)
     with pytest.raises(ValueError, match="no capacity holds"):
         way.capacity(PackedBatch.build([[1]] * 7, Capacity(32, 7)))

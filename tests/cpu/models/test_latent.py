@@ -10,8 +10,8 @@ from hfkit import compare_with_transformers, randomised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch, random_documents
+from step_figures import model_flops
 
-from packgraph.bench.models import model_flops
 from packgraph.graphs.graphed import graph
 from packgraph.models.branches import KINDS, head_sizes, token_weights
 from packgraph.models.config import DecoderConfig, LatentConfig, RopeScaling

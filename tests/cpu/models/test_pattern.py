@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from step_figures import model_flops
 
-from packgraph.bench.models import model_flops
 from packgraph.models.branches import BRANCHES, read_pattern, token_weights, write_pattern
 from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
 from packgraph.models.decoder import DecoderModel, named_stages, parts_without

@@ -1,4 +1,4 @@
-"""The ways of running a model with experts, beside those that run any model (bench/variants.py).
+"""Ways of running a model with experts, for `bench moe`, beside those of the package.
 
     host-splits     eager; the host reads how many rows each expert gets, tensors have exactly
                     these: the classic
@@ -28,15 +28,15 @@ microbatches, pages among it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from step_figures import StepFigures
 from torch import Tensor
 
 from packgraph.bench.models import TimedPart
 from packgraph.bench.rows import Column, Row, gibibytes, value
+from packgraph.bench.step import StepArguments
 from packgraph.bench.variants import Graphed, Maker, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import moe_blocks
@@ -65,36 +65,20 @@ LEFT_OUT = (
 )  # of the table, for want of room; rows have them
 
 
-def _of_experts(make: Maker) -> Maker:
-    def checked(name: str, setting: Setting) -> Way:
-        if not setting.model.config.experts.enabled:
-            raise ValueError(f"{name} is a way of running experts, but the model has none")
-        return make(name, setting)
-
-    return checked
-
-
-def _host_splits(name: str, setting: Setting) -> Way:
-    work = setting.work_of(name)
-    for block in moe_blocks([work.model]):
-        block.dispatcher = HostSplitsDispatcher(block.settings.count, None)
-    return Way(name, work)
-
-
-def _partial(name: str, setting: Setting) -> Way:
-    return Graphed(
-        name,
-        setting.work_of(name),
-        (setting.capacity,),
-        "layer",
-        compile=setting.compiler if name.endswith("+compile") else False,
-        scope=partial_scope(setting.model.config),
-    )
-
-
-def _stashed(name: str, setting: Setting) -> Way:
+def make_expert_way(name: str, setting: Setting) -> Way:
+    """The way called `name`. Raises ValueError for models without experts."""
+    if not setting.model.config.experts.enabled:
+        raise ValueError(f"{name} is a way of running experts, but the model has none")
+    work = setting.work.by(setting.model_of(name))
     compile = setting.compiler if "+compile" in name else False
-    return Stashed(name, setting.work_of(name), setting.capacity, compile)
+    if name.endswith("stash"):
+        return Stashed(name, work, setting.capacity, compile)
+    if name == "host-splits":
+        for block in moe_blocks([work.model]):
+            block.dispatcher = HostSplitsDispatcher(block.settings.count, None)
+        return Way(name, work)
+    scope = partial_scope(setting.model.config)
+    return Graphed(name, work, (setting.capacity,), "layer", compile, scope)
 
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
@@ -162,12 +146,6 @@ class RoomyDispatcher(LocalDispatcher):
         )
 
 
-def give_rows(model: torch.nn.Module, room: float) -> None:
-    """Let all layers with experts have `room` times the rows that they need, 1 or more."""
-    for block in moe_blocks([model]) if room > 1 else ():
-        block.dispatcher = RoomyDispatcher(block.settings.count, room)
-
-
 def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float) -> Row:
     """expert_bytes of one microbatch that fills `capacity`, and their ratio to balanced eager's.
     None for layers that are not ours."""
@@ -186,26 +164,37 @@ def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float
     return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / found.balanced, 4)}
 
 
-def measured_memory(row: Row, first: Row) -> Row:
-    """slot_bytes, and peak_ratio against the first way's peak, where they are known."""
-    pool, peak, other = row.get("pool_bytes"), row.get("peak_bytes"), first.get("peak_bytes")
-    return {
-        "slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
-        "peak_ratio": round(peak / other, 4) if peak and other else None,
-    }
+class ExpertComparison(StepFigures):
+    """All ways at one number of tokens; rows of models with experts tell what these keep."""
+
+    def __init__(
+        self, options: StepArguments, tokens: int, model: DecoderStack, *rest: Any
+    ) -> None:
+        self.room: float = getattr(options, "room", 1.0)
+        for block in moe_blocks([model]) if self.room > 1 else ():
+            block.dispatcher = RoomyDispatcher(block.settings.count, self.room)
+        super().__init__(options, tokens, model, *rest)
+
+    def row(self, name: str) -> Row:
+        """The row of one way: slot_bytes, and peak_ratio against the first way's peak, where they
+        are known."""
+        row = super().row(name)
+        if not self.model.config.experts.enabled:
+            return row
+        first = self.results.extras[self.results.names[0]]
+        pool, peak, other = row.get("pool_bytes"), row.get("peak_bytes"), first.get("peak_bytes")
+        return {
+            **row,
+            "room": self.room,
+            "slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
+            "peak_ratio": round(peak / other, 4) if peak and other else None,
+            **expert_memory(name, self.model, self.setting.capacity, self.room),
+        }
 
 
-EXPERT_WAYS: Mapping[str, Maker] = MappingProxyType(
-    {
-        name: _of_experts(make)
-        for name, make in (
-            ("host-splits", _host_splits),
-            ("partial", _partial),
-            ("partial+compile", _partial),
-            ("chunk+stash", _stashed),
-            ("chunk+compile+stash", _stashed),
-        )
-    }
+EXPERT_WAYS: dict[str, Maker] = dict.fromkeys(
+    ("host-splits", "partial", "partial+compile", "chunk+stash", "chunk+compile+stash"),
+    make_expert_way,
 )
 MOE_WAYS = (
     "host-splits",
