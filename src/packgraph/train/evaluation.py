@@ -215,11 +215,8 @@ class Evaluation:
                 return dict(zip(self.feeds, sums, strict=True)), tokens
             # Rows of experts found no room and were left out: give more, and capture for that.
             assert self._overflow is not None
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._executor.free_graphs(None)
-            self._overflow.give(lacking)
-            self._executor.rebuild()
+            with self._executor.rebuilding():
+                self._overflow.give(lacking)
         raise RuntimeError(
             f"an evaluation did not fit into the room for experts {MOST_AGAIN} times; give more "
             "with --parallel.expert-room"

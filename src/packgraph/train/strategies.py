@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs import fallback
 from packgraph.graphs.agreement import Consensus, alone
-from packgraph.graphs.backend import profiler_range
+from packgraph.graphs.backend import profiler_range, synchronize
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
@@ -209,11 +209,15 @@ class Executor:
         where there are no graphs."""
         return self.graphed[chunk].capture_backend.copy_streams if self.graphed else None
 
-    def rebuild(self) -> None:
-        """Captures all graphs anew, where there are any: shapes in the model have changed. Nothing
-        may be in flight."""
+    @contextlib.contextmanager
+    def rebuilding(self) -> Iterator[None]:
+        """Within the block shapes in the model change: graphs are given up before it, since they
+        hold memory that the new ones need, and captured anew behind it. Nothing may be in
+        flight."""
+        synchronize(self._device)
+        self.free_graphs(None)
+        yield
         if self.replays:
-            self.free_graphs(None)
             self.before_step(self.warmup)
             if self.autotune is not None:
                 self.autotune.give_up_slower()

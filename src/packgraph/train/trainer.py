@@ -36,7 +36,7 @@ from packgraph.models.foreign import in_one_line
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.ranks import TIMEOUT, on_first
+from packgraph.parallel.ranks import TIMEOUT, everywhere, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
@@ -569,12 +569,8 @@ class Trainer:
         fit after several attempts."""
         overflow, oldest = self.optimizer.overflow, self._launched[0]
         assert overflow is not None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        # First: they hold the old pages, for which the new ones need the memory.
-        self.executor.free_graphs(None)
-        told = overflow.make_room(whole=oldest.made >= MOST_ATTEMPTS - 1)
-        self.executor.rebuild()
+        with self.executor.rebuilding():
+            told = overflow.make_room(whole=oldest.made >= MOST_ATTEMPTS - 1)
         set_random_states(oldest.random, self.device)
         for step in self._launched:
             if step.made >= MOST_ATTEMPTS:
@@ -609,9 +605,7 @@ class Trainer:
         weights = self.optimizer.flat.kept(self.model.parameters())
         norms = torch._foreach_norm(weights, float("inf"))
         largest = torch.stack([norm.float() for norm in norms]).max()
-        if self.mesh.everyone() is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        if not math.isfinite(largest.item()):
+        if not everywhere(self.mesh.everyone(), math.isfinite(largest.item())):
             if self.config.run.on_spike == "rollback":
                 self.spikes.must_go_back(self.step, "a weight is not finite", self._how_to_go_on)
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
@@ -628,7 +622,7 @@ class Trainer:
             "random_device": self.device.type,
             "random_streams": all_streams(self.mesh, sequence=self._splits_rows),
             "graphs": self._graphs(),
-            "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
+            "experts": room_of_experts(self.model, self.config, self.mesh),
             "gradients": self._sums,
             "config": self._stored_config(),
             BASE: self._base,

@@ -155,11 +155,8 @@ class ComparedRun:
     def _make_room(self) -> None:
         """More room for experts, and nothing left of the step that lacked it. Collective."""
         assert self.optimizer.overflow is not None
-        self.executor.free_graphs(
-            None
-        )  # first: they hold the old memory. Nothing runs: `agree` has been waited for
-        self.optimizer.overflow.make_room()
-        self.executor.rebuild()
+        with self.executor.rebuilding():
+            self.optimizer.overflow.make_room()
         for block in moe_blocks(self.model.chunks):
             block.gate.load.zero_()  # an update would do so, where there was one it has
         for sums in sums_of(self.model.chunks):

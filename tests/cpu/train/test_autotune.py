@@ -370,7 +370,8 @@ def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run = trainer(tmp_path / "run", config(3))
     run.run(StopRequest())
     run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
-    run.executor.rebuild()
+    with run.executor.rebuilding():
+        pass
     (slot,) = run.executor.graphed[0]._slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
     run.close()

@@ -264,10 +264,10 @@ def test_a_run_goes_on_with_the_pages_it_had_on_the_host():
     stash = make_stash(model, settings, single_process(), CPU)
     planned, device = all_pages(stash), stash.pages.pages
     assert 0 < device < planned
-    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 1
+    assert room_of_experts(model, settings, single_process())["pages"] == 1
     assert restore_room(model, settings, single_process(), {"pages": 3.0})
     assert stash.pages.pages == device and all_pages(stash) == 3 * planned
-    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 3
+    assert room_of_experts(model, settings, single_process())["pages"] == 3
 
 
 def test_options_of_a_stash_that_make_no_sense_are_refused_with_all_reasons():
@@ -464,7 +464,7 @@ def test_room_is_what_it_is_of_a_balanced_load():
     stash = make_stash(model, settings, single_process(), CPU)
     planned = stash.pages.pages
     stash.allocate(2 * planned, columns=dict(stash.columns))
-    saved = room_of_experts(model, settings, single_process(), CPU)
+    saved = room_of_experts(model, settings, single_process())
     assert saved == {"rows": 0.0, "pages": 2.0}
     for tokens, stashed, expected in (
         (64, 1.0, 2 * planned),
@@ -505,7 +505,7 @@ def test_rows_go_to_every_layer_but_no_more_than_there_can_be_need_for():
         told = restore_room(model, settings, single_process(), {"rows": rows})
         assert [block.dispatcher.factor for block in blocks] == [expected] * len(blocks)
         assert bool(told) == (expected > configured)
-        assert room_of_experts(model, settings, single_process(), CPU) == {
+        assert room_of_experts(model, settings, single_process()) == {
             "rows": expected,
             "pages": 0.0,
         }

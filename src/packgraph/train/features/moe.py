@@ -68,6 +68,7 @@ from packgraph.moe.stash.stash import Stash
 from packgraph.ops.symmetric_memory import NoSymmetricMemory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
+from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import longest_row
@@ -298,9 +299,7 @@ class Overflow:
             demand = getattr(block, buffer)
             torch.maximum(largest, demand, out=largest)
             demand.zero_()
-        if self._group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        return int(largest) / 1000
+        return max(gather_numbers(self._group, [int(largest)]))[0] / 1000
 
     def give(self, needed: float) -> None:
         """Give every layer room for so many times the rows of a balanced load, and some more.
@@ -332,9 +331,7 @@ def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
         block.dispatcher = larger
 
 
-def room_of_experts(
-    model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device
-) -> dict[str, float]:
+def room_of_experts(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> dict[str, float]:
     """rows and pages, 0 where there is no such budget; empty for a model without experts. The same
     on all ranks; collective, waits for the device.
     """
@@ -347,10 +344,8 @@ def room_of_experts(
         else 0.0
     )
     rows = max((dispatcher.factor for _, dispatcher in _budgets(model)), default=0.0)
-    largest = torch.tensor([rows, pages], dtype=torch.float64, device=device)
-    if mesh.everyone() is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return dict(zip(("rows", "pages"), largest.tolist(), strict=True))
+    every = gather_numbers(mesh.everyone(), [rows, pages])
+    return {"rows": max(rows for rows, _ in every), "pages": max(pages for _, pages in every)}
 
 
 def restore_room(
