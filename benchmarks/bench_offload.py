@@ -70,7 +70,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.recompute import NONE, recompute
 from packgraph.models.stack import DecoderStack
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import MODULES
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy

@@ -18,8 +18,8 @@ from trainkit import tiny, trainer
 import packgraph
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.stages import Stage
-from packgraph.offloading import attach, group
-from packgraph.offloading.attach import OffloadedLayer
+from packgraph.offloading import api, group
+from packgraph.offloading.api import OffloadedLayer
 from packgraph.offloading.group import GroupMemory
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
@@ -233,7 +233,7 @@ def frozen_and_moved(mesh, folder, settings):
         with contextlib.ExitStack() as changed:
             made = changed.enter_context(peers_on_cpus())
             if layer is not None:
-                changed.enter_context(mock.patch.object(attach, "OffloadedLayer", layer))
+                changed.enter_context(mock.patch.object(api, "OffloadedLayer", layer))
                 changed.enter_context(mock.patch.object(group, "COVERED", 0.0))
                 changed.enter_context(mock.patch.object(GroupMemory, "is_held", return_value=False))
             every += go(mesh, str(place), settings if layer is None else settings[1:])

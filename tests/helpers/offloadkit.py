@@ -11,7 +11,7 @@ from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import OffloadKnobs, plan_by_knobs

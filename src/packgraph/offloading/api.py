@@ -1,16 +1,164 @@
-"""Offloading in a training loop of one's own: `packgraph.offload`."""
+"""Offloading of a module: `packgraph.offload`, and the runtime that the layers of a chunk get.
 
-from collections.abc import Collection
+Every module with a mark `offload` gets one that knows its layer (`attach`).
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from packgraph.graphs.checks.unsupported import owners
 from packgraph.graphs.errors import warn
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.offloading.attach import attach, detach, is_attached
+from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
+from packgraph.offloading.marks import HoldsMemory, Mark, offload_block
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.offloading.timing import copy_speed
+
+WHOLE = "layer"  # all that a compiled layer saves
+
+
+class OffloadedLayer:
+    """A layer with marked modules, which hold it and which it holds weakly, as marks do: a model
+    that nobody has any more goes at once."""
+
+    def __init__(self, number: int, module: nn.Module) -> None:
+        self.number, self._module = number, weakref.ref(module)
+        self._users: defaultdict[str, list[int]] = defaultdict(
+            list
+        )  # of a name, in the order of their first blocks
+
+    def called(self, name: str, user: int) -> str:
+        """The group's name of a block that marked module number `user` opens: another one for the
+        second module that does so (self-attention, and attention to the encoder)."""
+        users = self._users[name]
+        if user not in users:
+            users.append(user)
+        place = users.index(user)
+        return f"{name} {place + 1}" if place else name
+
+    def stays(self, part: nn.Module | None) -> Sequence[Tensor]:
+        """Parameters, buffers and what parts hold besides (`HoldsMemory`), of `part` alone where
+        that was taken out of a layer that is gone."""
+        module = self._module()
+        module = part if module is None else module
+        if module is None:
+            return []
+        held = [part.held_memory() for part in module.modules() if isinstance(part, HoldsMemory)]
+        return [*module.parameters(), *module.buffers(), *itertools.chain(*held)]
+
+
+class LayerMark:
+    """The mark of one module in a layer. Code that torch.compile traces passes it by: there the
+    whole piece is one group."""
+
+    BAKED = True
+
+    def __init__(
+        self, runtime: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module
+    ) -> None:
+        self.runtime, self.layer, self.user, self._module = (
+            runtime,
+            layer,
+            user,
+            weakref.ref(module),
+        )
+
+    def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
+        """The block of the group `name`, see `marks.Mark`."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        self.runtime.met.add(name)
+        if name != WHOLE and name not in self.runtime.modules:
+            return contextlib.nullcontext()
+        if are_others():
+            if are_watched_by_others():
+                self.runtime.pass_by(name)
+            return contextlib.nullcontext()
+        return self.runtime.group(
+            self.layer.called(name, self.user), self.layer.number, self._stays, leave
+        )
+
+    def __reduce__(self) -> tuple[Callable[[], Mark], tuple[()]]:
+        """A copy of a module has no runtime, and neither has what is read from a file."""
+        return _unmarked, ()
+
+    def _stays(self) -> Sequence[Tensor]:
+        return self.layer.stays(self._module())
+
+
+def _unmarked() -> Mark:
+    return offload_block
+
+
+def attach(runtime: OffloadRuntime, chunk: nn.Module) -> list[int]:
+    """Let `runtime` move what the layers of `chunk` save; returns the numbers of these layers.
+
+    A layer is what stands under a number in the names of modules (`layers.7`), beside others of its
+    kind; everything in it with an attribute `offload` gets a mark. Where they do not stand in one
+    list (`encoder.layers.0`, `decoder.layers.0`) all are numbered in the order of the chunk. Graphs
+    of the chunk are captured again. A layer that a forward uses several times begins a pass with
+    each use. Raises ValueError when there is no such module.
+    """
+    named = dict(owners(chunk))
+    marked = {
+        name: module
+        for name, module in named.items()
+        # A flag of the user's may have that name, too.
+        if (mark := vars(module).get("offload", False)) is None
+        or (callable(mark) and not isinstance(mark, nn.Module))
+    }
+    if not marked:
+        raise ValueError(
+            f"{type(chunk).__name__} has no module with an attribute `offload` that marks blocks "
+            "(packgraph.offload_block): nothing says what could be moved"
+        )
+    names = layer_names(list(marked))
+    numbers = layer_numbers(names)
+    layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
+    for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
+        vars(module)["offload"] = LayerMark(runtime, layers[name], user, module)
+    return sorted(numbers.values())
+
+
+def layer_names(names: Sequence[str]) -> list[str]:
+    """Returns the name of the layer of each of these modules: up to the last number that others of
+    them stand beside under another one, or else the first number at all; without a number the
+    whole, ''."""
+    beside: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        for parent, number in _numbers_in(name):
+            beside[parent].add(number)
+    found = []
+    for name in names:
+        places = _numbers_in(name)
+        crowded = [place for place in places if len(beside[place[0]]) > 1]
+        chosen = [*crowded[-1:], *places[:1]]
+        found.append(".".join(filter(None, chosen[0])) if chosen else "")
+    return found
+
+
+def layer_numbers(layers: Sequence[str]) -> dict[str, int]:
+    """The number of each layer: its own where all stand in one list, else that of its place among
+    all."""
+    parts = {layer: layer.rpartition(".") for layer in layers}
+    if len({parent for parent, _, _ in parts.values()}) == 1:
+        return {layer: int(number or 0) for layer, (_, _, number) in parts.items()}
+    return {layer: place for place, layer in enumerate(parts)}
+
+
+def _numbers_in(name: str) -> list[tuple[str, str]]:
+    """(what stands before it, number) for every number in a dotted name."""
+    parts = name.split(".")
+    return [(".".join(parts[:place]), part) for place, part in enumerate(parts) if part.isdigit()]
 
 
 class Offloading:
@@ -53,7 +201,10 @@ class Offloading:
 
     def close(self) -> None:
         """Moves nothing any more. Graphs are captured again at their next call."""
-        detach(self._runtime, self._module)
+        for module in self._module.modules():
+            mark = vars(module).get("offload")
+            if isinstance(mark, LayerMark) and mark.runtime is self._runtime:
+                vars(module)["offload"] = offload_block
 
 
 def offload(
@@ -129,14 +280,20 @@ def offload(
             not isinstance(number, kinds) or isinstance(number, bool) or not number >= least
         ):
             raise ValueError(f"{name} must be a number of at least {least}, not {number!r}")
-    if is_attached(own.module):
+    if any(isinstance(vars(part).get("offload"), LayerMark) for part in own.module.modules()):
         raise ValueError(
             "this module offloads already: call close() of what the first packgraph.offload "
             "returned"
         )
-    policy = _policy(own.device, max_overhead, max_bytes)
-    if policy is not None:
+    policy: Policy | None = None
+    if max_overhead is not None or max_bytes is not None:
+        speed = copy_speed(own.device)
         own.warm_up(1)
+        policy = (
+            (lambda trace: plan_for_time(trace, speed, max_overhead))
+            if max_overhead is not None
+            else (lambda trace: plan_for_bytes(trace, speed, max_bytes or 0))
+        )
     runtime = OffloadRuntime(
         modules,
         own.capture_backend.copy_streams,
@@ -146,15 +303,3 @@ def offload(
         parts=1 if policy is None else PARTS,
     )
     return Offloading(own.module, runtime)
-
-
-def _policy(
-    device: torch.device, max_overhead: float | None, max_bytes: int | None
-) -> Policy | None:
-    if max_overhead is None and max_bytes is None:
-        return None
-    speed = copy_speed(device)
-    if max_overhead is not None:
-        return lambda trace: plan_for_time(trace, speed, max_overhead)
-    assert max_bytes is not None
-    return lambda trace: plan_for_bytes(trace, speed, max_bytes)

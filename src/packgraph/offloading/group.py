@@ -89,8 +89,7 @@ class GroupMemory:
         """Main has waited for its copy."""
         watched, self.watched = self.watched, []
         for reference, tensor in watched:
-            handle = reference()
-            if handle is not None:
+            if (handle := reference()) is not None:
                 handle.changed = tensor._version != handle.version
 
     def is_held(self) -> bool:
@@ -98,8 +97,7 @@ class GroupMemory:
         the tensor of every handle while it has not moved, the source of its copy and what is
         watched until main has waited, and the storage's Python object here; who keeps that object
         instead of a tensor is not seen."""
-        storage = self.storage()
-        if storage is None:
+        if (storage := self.storage()) is None:
             return False
         handles = [
             handle for handle in (reference() for reference in self.handles) if handle is not None
@@ -141,8 +139,7 @@ class Handle:
             if self.kept._version != self.version:
                 raise was_changed(self.size, self.group.told)
             return self._placed(self.kept)
-        again = self.given.again()
-        if again is not None:
+        if (again := self.given.again()) is not None:
             return self._placed(again)
         whole = self.home.bring(memory)
         if self.changed:
@@ -165,13 +162,17 @@ class Handle:
 
 
 class SavedGroup:
-    """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until
-    its commit. copy_streams: that carry its copies.
+    """name, layer: the module's. part: of what it saves. place: in the plan's trace, `KEPT` where
+    it has none. copy_streams: that carry its copies.
 
     moves: whether the plan wants it on the host. stays: places of the memories that do not move,
     since somebody else holds them; the runtime may change it. reached: called by the first tensor
     that backward asks for. wait: lets main wait for a copy of `copy_streams`. abandoned: told of
     reloads that nobody came for. large: since commit, what may move, with what stays.
+
+    The pass sets at the commit: order, number within it, -1 before; scope, the capture of the
+    forward; needed, the place in backward order, smallest first; starts, that of the group at whose
+    backward the reload starts, None = the group before it.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class SavedGroup:
         copy_streams: CopyStreams,
         *,
         part: int,
+        place: int,
         moves: bool,
         min_bytes: int,
         stays: Set[int],
@@ -188,9 +190,15 @@ class SavedGroup:
         wait: Callable[[Copy], None],
         abandoned: Callable[[Copy], None],
     ) -> None:
-        self.name, self.layer, self.part, self.copy_streams = name, layer, part, copy_streams
-        self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
-        self.order = -1
+        self.name, self.layer, self.part, self.place = name, layer, part, place
+        self.copy_streams, self.moves, self.min_bytes, self.stays = (
+            copy_streams,
+            moves,
+            min_bytes,
+            stays,
+        )
+        self.order, self.scope, self.needed = -1, copy_streams.scope, 0
+        self.starts: int | None = None
         self.memories: dict[int, GroupMemory] = {}
         self.large: list[GroupMemory] = []
         self.moved: list[GroupMemory] = []

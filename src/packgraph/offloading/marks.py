@@ -3,7 +3,7 @@
     with self.offload("core_attn", leave=(rotary, metadata)):
         out = attention(q, k, v, metadata)
 
-`self.offload` is `offload_block` until offloading begins (`attach.py`): the block is then as if it
+`self.offload` is `offload_block` until offloading begins (`api.py`): the block is then as if it
 were not there.
 """
 
@@ -20,14 +20,14 @@ class HoldsMemory(Protocol):
 
     def held_memory(self) -> Sequence[Tensor]:
         """That memory. What is saved of it is not moved."""
-        ...
 
 
 class Mark(Protocol):
-    """Opens a block whose saved tensors are the group `name`. leave: a pytree of tensors that stay
-    where they are, because something else keeps them anyway."""
+    """The attribute `offload` of a module."""
 
-    def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]: ...
+    def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
+        """Opens a block whose saved tensors are the group `name`. leave: a pytree of tensors that
+        stay where they are, because something else keeps them anyway."""
 
 
 def offload_block(name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:

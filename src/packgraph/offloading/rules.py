@@ -75,49 +75,34 @@ def why_not(
             + (f": did you mean {near[0]!r}?" if near else f", only {', '.join(MODULES)}")
         )
     present = {stage.name for stage in stages}
-    errors += [
-        f"{name} is part of {' or '.join(STAGES_OF[name])}, and the model has only the stages "
-        f"{', '.join(sorted(present))}"
-        for name in asked
-        if not present.intersection(STAGES_OF[name])
-    ]
-    if "attn_proj" in asked and "core_attn" not in asked:
-        errors.append(
-            "attn_proj needs core_attn: its input is the output of the attention, which core_attn "
-            "keeps on "
-            "the device; add core_attn or leave attn_proj out"
-        )
-    if LAYER_INPUT in asked and not recomputed:
-        errors.append(
-            f"{LAYER_INPUT} is what recomputation begins with: recompute stages, or leave it out"
-        )
-    for name in asked:
-        if name == LAYER_INPUT:
-            continue
-        owners = [owner for owner in recomputed if owner == name or owner in STAGES_OF[name]]
-        errors += [
-            f"{name} is computed again in the backward (recomputation of {owner}), so there is "
-            "nothing to move: "
-            "leave one of the two out"
-            for owner in owners
-        ]
-    if stashed:
-        errors += [
-            f"{name} is in the stash of experts: leave it out, or train without a stash"
-            for name in asked
-            if name in EXPERT_MODULES
-        ]
     for name in asked:
         layers = _between_regions(name, stages, runs)
-        if layers:
-            shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
-            errors.append(
-                f"{name} saves a hidden state that a region takes in or hands on (layers {shown}), "
-                "in memory "
-                "that its slot owns anyway: leave it out, capture the stages around it together "
-                "(granularity "
-                "chunk), or none of them"
-            )
+        shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+        again = {
+            f"is computed again in the backward (recomputation of {owner}), so there is nothing "
+            "to move: leave one of the two out": name != LAYER_INPUT
+            for owner in recomputed
+            if owner == name or owner in STAGES_OF[name]
+        }
+        problems = {
+            f"is part of {' or '.join(STAGES_OF[name])}, and the model has only the stages "
+            f"{', '.join(sorted(present))}": present.isdisjoint(STAGES_OF[name]),
+            "needs core_attn: its input is the output of the attention, which core_attn keeps on "
+            "the device; add core_attn or leave attn_proj out": (
+                name == "attn_proj" and "core_attn" not in asked
+            ),
+            "is what recomputation begins with: recompute stages, or leave it out": (
+                name == LAYER_INPUT and not recomputed
+            ),
+            **again,
+            "is in the stash of experts: leave it out, or train without a stash": (
+                stashed and name in EXPERT_MODULES
+            ),
+            f"saves a hidden state that a region takes in or hands on (layers {shown}), in memory "
+            "that its slot owns anyway: leave it out, capture the stages around it together "
+            "(granularity chunk), or none of them": bool(layers),
+        }
+        errors += [f"{name} {problem}" for problem, is_there in problems.items() if is_there]
     return errors
 
 

@@ -32,7 +32,7 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,18 +57,6 @@ PARTS = 8
 LOOKS = 16
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A group of a pass. needed: its place in backward order, smallest first. starts: that of the
-    group at whose backward its reload starts, None = the group before it. scope: the capture of its
-    forward."""
-
-    group: weakref.ref[SavedGroup]
-    needed: int
-    starts: int | None
-    scope: int
-
-
 class Pass:
     """The groups of one forward, by weak references: autograd's graph holds them."""
 
@@ -76,7 +64,7 @@ class Pass:
         self.copy_streams, self.times = copy_streams, times
         self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
-        self.entries: list[_Entry] = []
+        self.groups: list[weakref.ref[SavedGroup]] = []
         self.leaving: list[
             tuple[int, weakref.ref[SavedGroup]]
         ] = []  # with the place at whose commit main waits for it
@@ -87,27 +75,22 @@ class Pass:
         memory = self.memories.get(tensor.untyped_storage()._cdata)
         return memory if memory is not None and memory.still(tensor) else None
 
-    def to_reload(self, order: int) -> list[SavedGroup]:
-        """Groups that start to come back when backward reaches group `order`: first what is needed
+    def living(self) -> list[SavedGroup]:
+        """Groups that a backward can still ask for, in order."""
+        return [group for reference in self.groups if (group := reference()) is not None]
+
+    def to_reload(self, here: SavedGroup) -> list[SavedGroup]:
+        """Groups that start to come back when backward reaches group `here`: first what is needed
         first."""
-        here = self.entries[order]
         waiting = [
-            (entry, group)
-            for entry in self.entries
-            if entry.scope == here.scope
-            and (group := entry.group()) is not None
-            and group.host is not None
+            group for group in self.living() if group.scope == here.scope and group.host is not None
         ]
-        waiting.sort(key=lambda pair: pair[0].needed)
         found, ahead = [], 0
-        for entry, group in waiting:
-            if entry.needed <= here.needed or (
-                entry.starts is not None and entry.starts <= here.needed
-            ):
+        for group in sorted(waiting, key=lambda group: group.needed):
+            planned = group.starts is not None and group.starts <= here.needed
+            if group.needed <= here.needed or planned or (group.starts is None and ahead == 0):
+                ahead += group.needed > here.needed and not planned
                 found.append(group)
-            elif entry.starts is None and ahead == 0:
-                found.append(group)
-                ahead = 1
         return found
 
 
@@ -149,40 +132,33 @@ class OffloadRuntime:
             times_graphs,
         )
         self.parts, self._in_flight_at_first = parts, in_flight
-        self.plan: OffloadPlan | None = None
         self.met = set[str]()  # names of all blocks that were opened, be they to move or not
-        self._trace: OffloadTrace | None = None
-        self._times: PassTimes | None = None
-        self._partial: PassTimes | None = None
-        self._looks = 0  # passes that were traced
-        self._has_saved = False  # in any of them
         self._others: set[str] = set()  # names of blocks whose tensors somebody else's hooks got
         self._abandoned: deque[Copy] = deque()
-        self._index: dict[tuple[int, str, int], int] = {}
-        self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(
-            set
-        )  # by layer and name, see Group
-        self._backward: dict[int, int] = {KEPT: -1}
-        self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(copy_streams)
         self._captured: list[PassTimes] = []  # whole passes of captures
+        self._forget_traces()
         self._under_way: weakref.WeakKeyDictionary[CopyStreams, deque[Copy]] = (
             weakref.WeakKeyDictionary()
         )
 
+    def _forget_traces(self) -> None:
+        """There is no plan, and nothing that one could be made of."""
+        self.plan: OffloadPlan | None = None
+        self._trace: OffloadTrace | None = None
+        self._largest: PassTimes | None = None  # of the passes that backward has come to
+        self._looks, self._has_saved = 0, False  # passes that were traced, anything saved in one
+        self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name
+        self._pass: Pass | None = None
+
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
         """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not
         fit together."""
-        errors = plan_errors(trace, plan)
-        if errors:
+        if errors := plan_errors(trace, plan):
             raise ValueError(
                 "this plan of offloading cannot be followed:\n  - " + "\n  - ".join(errors)
             )
         self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
-        self._index = {
-            (group.layer, group.name, group.part): place for place, group in enumerate(trace.groups)
-        }
-        self._backward = {place: number for number, place in enumerate(trace.backward_order)}
         self._stays = defaultdict(set)  # another one: passes in flight add to theirs
         for planned in trace.groups:
             self._stays[planned.layer, planned.name].update(planned.stays)
@@ -211,8 +187,9 @@ class OffloadRuntime:
         """The trace of the plan; before there is one that of the largest pass so far, for which the
         host waits: of those that backward has come through, otherwise (a loss may leave out what a
         module has made) of all that it has come to."""
-        times = self._times or self._partial
-        return self._trace if self._trace is not None or times is None else times.trace()
+        if self._trace is not None or self._largest is None:
+            return self._trace
+        return self._largest.trace()
 
     def replayed(self, speed: CopySpeed) -> tuple[OffloadTrace, CopySpeed] | None:
         """Returns the trace of the plan's groups in graphs, and the speed of copies, by their last
@@ -221,7 +198,7 @@ class OffloadRuntime:
         layers. speed: of copies, where none were timed. Waits for the device."""
         if self._trace is None:
             return None
-        named = [(group.layer, group.name, group.part) for group in self._trace.groups]
+        named = list(self._trace.places)
         known = [
             times for times in self._captured if times.is_replayed() and times.names() == named
         ]
@@ -260,10 +237,8 @@ class OffloadRuntime:
         self.end_step()
         self.forget_replays()
         self.modules, self.in_flight = frozenset(modules), self._in_flight_at_first
-        self.plan = self.policy = self._trace = self._times = self._partial = None
-        self._looks, self._has_saved = 0, False
-        self._index, self._backward = {}, {KEPT: -1}
-        self._stays = defaultdict(set)  # another one: passes in flight add to theirs
+        self.policy = None
+        self._forget_traces()
 
     def pass_by(self, name: str) -> None:
         """A block's tensors are somebody else's: say so, once for each name."""
@@ -351,7 +326,7 @@ class OffloadRuntime:
         return self._pass
 
     def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> SavedGroup:
-        place = self._index.get((layer, name, part), KEPT)
+        place = KEPT if self._trace is None else self._trace.places.get((layer, name, part), KEPT)
         moves = not self.measures and (
             self.plan is None or (place != KEPT and self.plan.moves[place])
         )
@@ -361,6 +336,7 @@ class OffloadRuntime:
             layer,
             now.copy_streams,
             part=part,
+            place=place,
             moves=moves,
             min_bytes=self.min_bytes,
             stays=self._stays[layer, name],
@@ -369,34 +345,28 @@ class OffloadRuntime:
             abandoned=self._abandoned.append,
         )
 
-    def _enter(self, now: Pass, group: SavedGroup) -> None:
-        """Give the group its place in the pass."""
-        group.order = len(now.entries)
-        needed, starts = -group.order, None
-        if self.plan is not None:
-            place = self._index.get((group.layer, group.name, group.part), KEPT)
-            needed = self._backward.get(place, len(self._backward))
-            starts = self._backward[self.plan.reload_at[place]] if group.moves else None
-        now.entries.append(_Entry(weakref.ref(group), needed, starts, now.copy_streams.scope))
-
     def _commit(self, now: Pass, group: SavedGroup, is_last: bool) -> None:
-        self._enter(now, group)
+        """Give the group its place in the pass, and send what moves on its way."""
+        group.order, group.scope = len(now.groups), now.copy_streams.scope
+        group.needed, leaves = -group.order, KEPT
+        if self.plan is not None and self._trace is not None:
+            backward = self._trace.backward_place
+            group.needed = backward.get(group.place, len(backward))
+            group.starts = backward[self.plan.reload_at[group.place]] if group.moves else None
+            if self.plan.release_at and group.place != KEPT:
+                leaves = self.plan.release_at[group.place]
+        now.groups.append(weakref.ref(group))
         self._has_saved = self._has_saved or (now.times is not None and bool(group.memories))
         group.commit(
             partial(self._queued, now.copy_streams),
             postpone=self.postpones and now.copy_streams is self.copy_streams,
         )
         for memory in group.memories.values():
-            storage = memory.storage()
-            if storage is not None:
+            if (storage := memory.storage()) is not None:
                 now.memories[storage._cdata] = memory
-        place = self._index.get((group.layer, group.name, group.part), KEPT)
-        leaves = (
-            self.plan.release_at[place] if self.plan is not None and self.plan.release_at else KEPT
-        )
-        if place != KEPT and leaves != KEPT and group.host is not None:
+        if leaves != KEPT and group.host is not None:
             now.leaving.append((leaves, weakref.ref(group)))
-        self._release(now, place)
+        self._release(now, group.place)
         if now.times is not None:
             now.times.committed(group, is_last)
 
@@ -429,31 +399,18 @@ class OffloadRuntime:
 
     def _wait(self, copy_streams: CopyStreams, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
-        if (
-            self.times_graphs
-            and copy_streams is not self.copy_streams
-            and copy_streams is self._captured_waits.copy_streams
-            and not copy.done
-        ):
-            # Not asked of `captured_copy_streams`: backwards may run in a thread of their own.
-            self._captured_waits.wait(copy)
-        elif (
-            self.plan is None
-            and copy_streams is self.copy_streams
-            and self._is_tracing()
-            and not copy.done
-            and not capturing()
-        ):
-            self._waits.wait(copy)
+        # Not asked of `captured_copy_streams`: backwards may run in a thread of their own.
+        if copy_streams is not self.copy_streams:
+            waits, is_timed = self._captured_waits, self.times_graphs
         else:
-            copy_streams.wait(copy)
-
-    def _is_tracing(self) -> bool:
-        return self._pass is not None and self._pass.times is not None
+            traces = self._pass is not None and self._pass.times is not None
+            waits, is_timed = self._waits, self.plan is None and traces and not capturing()
+        timed = is_timed and copy_streams is waits.copy_streams and not copy.done
+        (waits if timed else copy_streams).wait(copy)
 
     def _reached(self, now: Pass, group: SavedGroup) -> None:
         self._end_forward(now.copy_streams)
-        times, reloads = now.times, now.to_reload(group.order)
+        times, reloads = now.times, now.to_reload(group)
         if times is not None:
             if not times.needed and now.copy_streams is self.copy_streams and self.plan is None:
                 self._find_held(now)
@@ -468,21 +425,14 @@ class OffloadRuntime:
         if not eager:
             if times.is_complete() and times not in self._captured:
                 self._captured.append(times)
-        elif times.is_complete():
-            if self._times is None or times.nbytes >= self._times.nbytes:
-                self._times = times
-        elif (
-            self._times is None
-            and times is not self._partial
-            and (self._partial is None or times.nbytes >= self._partial.nbytes)
-        ):
-            self._partial = times
+        elif self._largest is None or times.rank() >= self._largest.rank():
+            self._largest = times
 
     def _find_held(self, now: Pass) -> None:
         """A forward is over and its locals are gone: who holds memory of its groups now has saved
         it, too, or keeps it for other reasons. The last pass decides: first ones compile kernels,
         which may keep what they were given."""
-        for group in (group for entry in now.entries if (group := entry.group()) is not None):
+        for group in now.living():
             held = {memory.place for memory in group.large if memory.is_held()}
             self._stays[group.layer, group.name] -= {memory.place for memory in group.large} - held
             self._stays[group.layer, group.name] |= held

@@ -109,17 +109,15 @@ class Headroom:
 
     def __init__(self, copy_streams: CopyStreams) -> None:
         self._copy_streams = copy_streams
-        self._forward: list[
-            int
-        ] = []  # all else at the most, by module, then until the first backward
+        # All else at the most, by module, then until the first backward.
+        self._forward: list[int] = []
         self._looks: list[_Look] = []
         copy_streams.memory()
 
     def made(self, held: int) -> None:
         """The groups of a module are made. held: bytes of groups on the device, these ones'
         included."""
-        found = self._copy_streams.memory()
-        if found is not None:
+        if (found := self._copy_streams.memory()) is not None:
             self._forward.append(found.most - held)
 
     def is_others(self, nbytes: int, first: int, end: int) -> None:
@@ -131,39 +129,32 @@ class Headroom:
     def reached(self, before: int, after: int, module: int) -> None:
         """Backward has come to a group of `module`. before, after: bytes of groups on the device,
         without and with those whose reload begins here."""
-        found = self._copy_streams.memory()
-        if found is None:
+        if (found := self._copy_streams.memory()) is None:
             return
         if not self._looks:
             self._forward.append(found.most - before)
         most = found.most - (self._looks[-1].held if self._looks else before)
         self._looks.append(_Look(module, after, found.now - before, most))
 
-    @property
-    def _backward(self) -> dict[int, int]:
-        """Memory beside the groups that each module's backward needs."""
+    def _needs(self) -> tuple[dict[int, int], int]:
+        """Memory beside the groups that each module's backward needs, and the most there is."""
         needs = dict[int, int]()
-        least = list(accumulate((look.rest for look in reversed(self._looks)), min))[
-            ::-1
-        ]  # from each look on
+        rests = [look.rest for look in reversed(self._looks)]
+        least = list(accumulate(rests, min))[::-1]  # from each look on
         for (last, look), left in zip(pairwise(self._looks), least[1:]):
             needed = look.most - max(0, left - self._looks[0].rest)
             needs[last.module] = max(needs.get(last.module, needed), needed)
-        return needs
-
-    @property
-    def _most(self) -> int:
-        return max([0, *self._forward, *self._backward.values()])
+        return needs, max([0, *self._forward, *needs.values()])
 
     @property
     def nbytes(self) -> int:
         """Room of the forward, as in `OffloadTrace.forward_room`; 0 where nobody knows."""
-        return self._most - max([0, *self._forward])
+        return self._needs()[1] - max([0, *self._forward])
 
     def of(self, modules: Sequence[int]) -> tuple[int, ...]:
         """Room of the backward for groups of these modules, as in `OffloadTrace.backward_room`;
         empty where nobody knows."""
-        needs, most = self._backward, self._most
+        needs, most = self._needs()
         return tuple(most - needs.get(module, most) for module in modules) if needs else ()
 
 
@@ -229,27 +220,16 @@ class _Made(NamedTuple):
     block: int
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each memory that may move."""
-        return [nbytes for place, nbytes in self.memories if place not in self.stays]
-
-    @property
     def nbytes(self) -> int:
-        return sum(self.sizes)
+        """Bytes that may move."""
+        return sum(nbytes for place, nbytes in self.memories if place not in self.stays)
 
     def planned(self, forward_us: float, backward_us: float) -> OffloadGroup:
         """The group as plans know it."""
         stays = tuple(place for place, _ in self.memories if place in self.stays)
-        return OffloadGroup(
-            self.name,
-            self.layer,
-            self.nbytes,
-            forward_us,
-            backward_us,
-            max(1, len(self.sizes)),
-            self.part,
-            stays,
-        )
+        copies = max(1, len(self.memories) - len(stays))
+        times = forward_us, backward_us
+        return OffloadGroup(self.name, self.layer, self.nbytes, *times, copies, self.part, stays)
 
 
 class PassTimes:
@@ -261,12 +241,8 @@ class PassTimes:
         self.made: list[_Made] = []
         self.needed: dict[int, TimeMark] = {}
         self.scopes = {self.copy_streams.scope}
-        self.room, self._held, self._running = (
-            None if captured else Headroom(self.copy_streams),
-            0,
-            0,
-        )
-        self._block = 0
+        self.room = None if captured else Headroom(self.copy_streams)
+        self._held = self._running = self._block = 0
         self._saving: set[int] = (
             set()
         )  # modules that have saved something: backward comes to no other
@@ -356,9 +332,12 @@ class PassTimes:
     def is_complete(self) -> bool:
         """Returns whether backward has come to every module that has saved something, if not to
         each part of that."""
-        return bool(self.needed) and self._saving <= {
-            self.made[order].block for order in self.needed
-        }
+        came = {self.made[order].block for order in self.needed}
+        return bool(came) and self._saving <= came
+
+    def rank(self) -> tuple[bool, int]:
+        """Order of passes to plan by: complete ones, then large ones."""
+        return self.is_complete(), self.nbytes
 
     def is_replayed(self) -> bool:
         """Tells whether the graphs of a captured pass have run: one, or one of its forward and one
@@ -374,32 +353,21 @@ class PassTimes:
                 waited[end.waits] - waited[start.waits]
             )
 
-        groups, passed = [], 0.0
         begin, first = next(iter(self.needed.values())), dict[int, TimeMark]()
         came, reached = 0.0, dict[int, float]()
         for order, mark in self.needed.items():
             first.setdefault(self.made[order].block, mark)
-            reached[order] = came = max(
-                came, worked(begin, mark)
-            )  # clocks of one moment tell any order
+            # Clocks of one moment tell any order.
+            reached[order] = came = max(came, worked(begin, mark))
+        groups, passed = list[OffloadGroup](), 0.0
         for order, made in enumerate(self.made):
             passed = max(passed, worked(self.started, made.mark))
+            needed = came + LAST_US
             if made.block in first:
-                needed = (
-                    reached[order]
-                    if order in reached
-                    else max(0.0, worked(begin, first[made.block]))
-                )
-            else:
-                needed = came + LAST_US
+                needed = reached.get(order, max(0.0, worked(begin, first[made.block])))
             groups.append(made.planned(passed, needed))
         found = OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
-        return (
-            found
-            if self.room is None
-            else replace(
-                found,
-                forward_room=self.room.nbytes,
-                backward_room=self.room.of([made.block for made in self.made]),
-            )
-        )
+        if self.room is None:
+            return found
+        rooms = self.room.of([made.block for made in self.made])
+        return replace(found, forward_room=self.room.nbytes, backward_room=rooms)

@@ -11,7 +11,7 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch

@@ -16,7 +16,7 @@ from packgraph.graphs.recorder.copy_streams import (
     plain,
 )
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.runtime import OffloadRuntime
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from packgraph.graphs.copy_streams import captured_copy_streams
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.runtime import OffloadRuntime
 
@@ -109,13 +109,7 @@ def test_the_last_traced_pass_decides():
         loss, held = module(INPUT)
         kept = [held] if keeps else []
         del held
-        moved.append(
-            sum(
-                group.moved_bytes
-                for entry in runtime._pass.entries
-                if (group := entry.group()) is not None
-            )
-        )
+        moved.append(sum(group.moved_bytes for group in runtime._pass.living()))
         loss.backward()
         runtime.end_step()
         bytes_of.append(runtime.trace.groups[0].bytes)

@@ -6,7 +6,7 @@ from torch import nn
 
 import packgraph
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.attach import attach, layer_names, layer_numbers
+from packgraph.offloading.api import attach, layer_names, layer_numbers
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.runtime import OffloadRuntime
 

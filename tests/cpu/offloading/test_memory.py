@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from packgraph.graphs.copy_streams import DeviceMemory
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.group import GroupMemory
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime

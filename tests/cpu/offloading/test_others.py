@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import packgraph
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.runtime import LOOKS, OffloadRuntime
 

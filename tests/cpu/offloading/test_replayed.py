@@ -13,7 +13,7 @@ from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import RecordedCopyStreams
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch

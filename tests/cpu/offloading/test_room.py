@@ -277,7 +277,7 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
 
     def without_the_fourth(self, trace, plan):
         follow(self, trace, plan)
-        del self._index[trace.groups[3].layer, trace.groups[3].name, 0]
+        del trace.places[trace.groups[3].layer, trace.groups[3].name, 0]
 
     def watched(self, now, group, *rest):
         commit(self, now, group, *rest)

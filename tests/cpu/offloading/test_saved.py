@@ -11,7 +11,7 @@ from torch import nn
 
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed

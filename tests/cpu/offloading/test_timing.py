@@ -8,7 +8,7 @@ from torch import nn
 
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.timing import copy_speed

@@ -36,7 +36,7 @@ from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import ModelChunks, layer_kind, named_stages
 from packgraph.models.recompute import FULL, NONE
-from packgraph.offloading.attach import attach
+from packgraph.offloading.api import attach
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
 from packgraph.offloading.runtime import PARTS, OffloadRuntime
