@@ -96,8 +96,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacities: CapacitySet) -> list
             pack = OpenPack()
             packs.append(pack)
         pack.add(member, length)
-        room = pack.room(capacities)
-        if room:
+        if room := pack.room(capacities):
             if room not in by_room:
                 by_room[room] = []
                 insort(rooms, room)
@@ -137,8 +136,7 @@ def tightened(
         for attempt, choice in enumerate(_combinations(sizes, count, tokens, places - saved)):
             if attempt == MOST_ATTEMPTS:
                 break
-            again = _fill(members, lengths, choice)
-            if again is not None:
+            if (again := _fill(members, lengths, choice)) is not None:
                 saved = places - sum(pack.capacity(capacities).tokens for pack in again)
                 best = others + again
                 break

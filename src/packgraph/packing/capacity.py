@@ -42,8 +42,11 @@ class Capacity:
             object.__setattr__(self, "longest", self.tokens)
         for name in ("tokens", "documents", "longest"):
             value = getattr(self, name)
-            number = _whole_number(value)
-            if number is None or not 1 <= number < LIMIT:
+            try:  # whole numbers of any type, NumPy's too; a bool is none
+                number = 0 if isinstance(value, bool) else operator.index(value)
+            except TypeError:
+                number = 0
+            if not 1 <= number < LIMIT:
                 raise ValueError(
                     f"Capacity: {name} must be a whole number of at least 1 and below 2^31, got "
                     f"{str(value)[:40]}"
@@ -71,17 +74,6 @@ def in_short(capacity: Capacity) -> str:
     """A capacity as people write it: TOKENSxDOCUMENTS[xLONGEST]."""
     bound = "" if capacity.longest == capacity.tokens else f"x{capacity.longest}"
     return f"{capacity.tokens}x{capacity.documents}{bound}"
-
-
-def _whole_number(value: Any) -> int | None:
-    """`value` as a plain int if it is a whole number of any type (NumPy's too), else None; a bool
-    is none."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def read_capacities(capacities: Any) -> tuple[Capacity, ...]:

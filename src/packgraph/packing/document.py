@@ -68,17 +68,22 @@ class Document:
 class PackableDocument(Protocol):
     """Part of a document that packing needs; its tokens may be read later, by `load`."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of its tokens."""
 
     @property
-    def predicts(self) -> bool: ...
+    def predicts(self) -> bool:
+        """See `Document`."""
 
     @property
-    def loss_tokens(self) -> int: ...
+    def loss_tokens(self) -> int:
+        """See `Document`."""
 
-    def part(self, start: int, stop: int) -> "PackableDocument": ...
+    def part(self, start: int, stop: int) -> "PackableDocument":
+        """The tokens from `start` to `stop` as a document of its own."""
 
-    def load(self) -> Document: ...
+    def load(self) -> Document:
+        """The document, whose tokens are read now."""
 
 
 def read_documents(documents: Any) -> Iterator[Document]:
@@ -129,8 +134,7 @@ def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
         )
     tokens, flattened = _row(_ids(item["input_ids"], f"{name}, input_ids"), name)
     targets = _targets(item, tokens, name)
-    lengths = _lengths(item, len(tokens), name)
-    if lengths is None:
+    if (lengths := _lengths(item, len(tokens), name)) is None:
         if flattened:
             raise ValueError(
                 f"{name}: input_ids is [1, {len(tokens)}] without boundaries; pass position_ids, "
@@ -186,14 +190,17 @@ def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
 
 def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
     """Lengths of the documents in a row from whatever boundaries it has; None when it has none."""
+    lengths, problem = None, ""
     if item.get("seq_lengths") is not None:
-        return _not_empty(
-            _ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1),
-            f"{name}: seq_lengths has a negative length",
-        )
-    if item.get("cu_seq_lens_q") is not None:
-        bounds = _ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1)
-        return _not_empty(np.diff(bounds), f"{name}: cu_seq_lens_q falls")
+        lengths = _ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1)
+        problem = "seq_lengths has a negative length"
+    elif item.get("cu_seq_lens_q") is not None:
+        lengths = np.diff(_ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1))
+        problem = "cu_seq_lens_q falls"
+    if lengths is not None:
+        if (lengths < 0).any():
+            raise ValueError(f"{name}: {problem} ({lengths.min()}); boundaries must not go back")
+        return lengths[lengths > 0]  # a zero stands for no document
     for key, step in (("seq_idx", 0), ("position_ids", 1)):
         if item.get(key) is not None and total:
             values = _ids(item[key], f"{name}, {key}").reshape(-1)
@@ -202,14 +209,6 @@ def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
             starts = np.flatnonzero(np.diff(values, prepend=values[0] - step - 1) != step)
             return np.diff(starts, append=total)
     return None
-
-
-def _not_empty(lengths: Ids, problem: str) -> Ids:
-    """`lengths` without the zeros that stand for no document. Raises ValueError with `problem` for
-    a negative one."""
-    if (lengths < 0).any():
-        raise ValueError(f"{problem} ({lengths.min()}); boundaries must not go back")
-    return lengths[lengths > 0]
 
 
 def _same_length(values: Any, tokens: Ids, name: str, key: str) -> Ids:
@@ -232,27 +231,19 @@ def _row(array: Ids, name: str) -> tuple[Ids, bool]:
     return array, False
 
 
-def _host(values: Any, name: str) -> Any:
-    """`values`, unless they are a tensor on a device."""
+def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
+    """Whole numbers of any form as an int64 array. Raises ValueError naming what else was found."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise ValueError(
                 f"{name} is a tensor on {values.device}; packing reads its values, which would "
-                "make the "
-                "host wait for the device. Pass it before it is moved there (CPU tensor, array or "
-                "list)"
+                "make the host wait for the device. Pass it before it is moved there (CPU tensor, "
+                "array or list)"
             )
-        return values.detach().numpy()
-    return values
-
-
-def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
-    """Whole numbers of any form as an int64 array. Raises ValueError naming what else was found."""
+        values = values.detach().numpy()
     try:
-        array = np.asarray(_host(values, name))
+        array = np.asarray(values)
     except ValueError as error:
-        if isinstance(values, torch.Tensor):
-            raise
         raise ValueError(f"{name}: not a flat sequence of token ids ({error})") from error
     if array.size == 0:
         return array.astype(np.int64)

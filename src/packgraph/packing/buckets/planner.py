@@ -19,7 +19,7 @@ with all. Within a memory budget buckets are dropped first, and tokens only wher
 large.
 """  # noqa: E501
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from packgraph.packing.buckets.cost import GIBIBYTE, CostModel, LinearMemory, PoolBytes
@@ -89,75 +89,42 @@ class BucketRequest:
             raise ValueError("BucketRequest: " + "; ".join(wrong))
 
 
-@dataclass(frozen=True)
-class BucketBudget:
-    """Limits that the budget sets. tokens: of the largest bucket; buckets: how many; notes: what
-    was dropped for it."""
-
-    tokens: int
-    buckets: int
-    notes: tuple[str, ...]
-
-
-def within_budget(request: BucketRequest) -> BucketBudget:
-    """The largest bucket and the number of buckets within the memory budget. Raises ValueError when
-    there is none.
+def within_budget(request: BucketRequest) -> tuple[int, int, tuple[str, ...]]:
+    """Tokens of the largest bucket and the number of buckets within the memory budget, and what was
+    dropped for it. Raises ValueError when there is none.
 
     A slot's pool is as large as its largest bucket needs, whatever the others; every bucket has
     graphs of its own. What is dropped first are buckets, and tokens only where one alone is too
     large: documents must fit.
     """
-    multiple = request.multiple
+    multiple, most = request.multiple, request.max_buckets
     wanted = -(-request.max_tokens // multiple) * multiple
     if request.budget is None:
-        return BucketBudget(wanted, request.max_buckets, ())
+        return wanted, most, ()
     room = request.budget // request.slots
     allowed = _gib(room) + (f" for each of {request.slots} slots" if request.slots > 1 else "")
 
     def needed(tokens: int, buckets: int) -> int:
         return request.pool_bytes(Capacity(tokens, tokens)) + buckets * request.graph_bytes
 
-    if needed(wanted, 1) > room:
-        return _smaller(request, wanted, room, allowed, needed)
-    buckets = max(
-        count
-        for count in range(1, request.max_buckets + 1)
-        if count == 1 or needed(wanted, count) <= room
-    )
-    if buckets == request.max_buckets:
-        return BucketBudget(wanted, buckets, ())
-    return BucketBudget(
-        wanted,
-        buckets,
-        (
-            f"{buckets} instead of {request.max_buckets} buckets: "
-            f"{_gib(needed(wanted, request.max_buckets))} would be "
+    if fitting := [count for count in range(1, most + 1) if needed(wanted, count) <= room]:
+        note = (
+            f"{fitting[-1]} instead of {most} buckets: {_gib(needed(wanted, most))} would be "
             f"needed ({_gib(request.graph_bytes)} a bucket beside the pool of the largest), the "
-            f"budget is {allowed}",
-        ),
-    )
-
-
-def _smaller(
-    request: BucketRequest, wanted: int, room: int, allowed: str, needed: Callable[[int, int], int]
-) -> BucketBudget:
-    """The room where a bucket of `wanted` tokens does not fit: smaller ones, as many as asked for
-    if there is a way."""
-    sizes = range(request.multiple, wanted, request.multiple)
-    for buckets in range(request.max_buckets, 0, -1):
-        fitting = max((tokens for tokens in sizes if needed(tokens, buckets) <= room), default=0)
-        if fitting:
-            return BucketBudget(
-                fitting,
-                buckets,
-                (
-                    f"buckets of more than {fitting} tokens are dropped: one of {wanted} needs "
-                    f"{_gib(needed(wanted, buckets))} with all graphs, the budget is {allowed}",
-                ),
+            f"budget is {allowed}"
+        )
+        return wanted, fitting[-1], () if fitting[-1] == most else (note,)
+    for buckets in range(most, 0, -1):
+        sizes = range(multiple, wanted, multiple)
+        if tokens := max((size for size in sizes if needed(size, buckets) <= room), default=0):
+            note = (
+                f"buckets of more than {tokens} tokens are dropped: one of {wanted} needs "
+                f"{_gib(needed(wanted, buckets))} with all graphs, the budget is {allowed}"
             )
+            return tokens, buckets, (note,)
     raise ValueError(
-        f"the memory budget of {allowed} holds no bucket: one of {request.multiple} tokens needs "
-        f"{_gib(needed(request.multiple, 1))}; allow more, or use fewer slots"
+        f"the memory budget of {allowed} holds no bucket: one of {multiple} tokens needs "
+        f"{_gib(needed(multiple, 1))}; allow more, or use fewer slots"
     )
 
 
@@ -302,18 +269,24 @@ def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> Bucket
     """
     if not histogram.documents:
         raise ValueError("buckets follow from the lengths of documents, and there is no document")
-    room, policy = within_budget(request), request.policy
-    packed = histogram.within(room.tokens, policy.overlong)
+    (most_tokens, most, notes), policy = within_budget(request), request.policy
+    packed = histogram.within(most_tokens, policy.overlong)
     if not packed.documents:
         raise ValueError(
-            f"all documents have more than {room.tokens} tokens and are dropped; allow larger "
+            f"all documents have more than {most_tokens} tokens and are dropped; allow larger "
             "buckets, or "
             "split what is too long"
         )
-    lengths = packed.draw(policy.sample_size(room.tokens, packed.mean), SEED)
+    if count := histogram.longer_than(most_tokens):
+        notes += (
+            f"{count} of {histogram.documents} documents have more than {most_tokens} tokens, the "
+            f"longest {histogram.longest}; they are "
+            f"{'split' if policy.overlong == 'split' else 'dropped'}",
+        )
+    lengths = packed.draw(policy.sample_size(most_tokens, packed.mean), SEED)
     judge = Judge(lengths, request)
     corners = min(
-        proposals(judge, room.tokens, room.buckets),
+        proposals(judge, most_tokens, most),
         key=lambda found: (judge.cost(found), len(found)),
     )
     capacities = tuple(Capacity(*corner) for corner in judge.pruned(corners))
@@ -323,19 +296,7 @@ def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> Bucket
         pack_sample(lengths, capacities, policy),
         pack_sample(lengths, capacities[-1:], policy),
         tuple(request.pool_bytes(capacity) for capacity in capacities),
-        room.notes + _overlong_note(histogram, room.tokens, policy),
-    )
-
-
-def _overlong_note(
-    histogram: LengthHistogram, tokens: int, policy: PackingPolicy
-) -> tuple[str, ...]:
-    count = histogram.longer_than(tokens)
-    if not count:
-        return ()
-    return (
-        f"{count} of {histogram.documents} documents have more than {tokens} tokens, the longest "
-        f"{histogram.longest}; they are {'split' if policy.overlong == 'split' else 'dropped'}",
+        notes,
     )
 
 

@@ -30,7 +30,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,18 +97,15 @@ def snapped(fills: Fills, grid: Grid) -> Counter[Corner]:
     """`fills` with both numbers rounded up to the grid's: the same to every corner of it, and fewer
     of them."""
     found: Counter[Corner] = Counter()
+    largest = grid.tokens[-1], grid.documents[-1]
     for (tokens, documents), rows in fills.items():
-        if tokens > grid.tokens[-1] or documents > grid.documents[-1]:
+        if tokens > largest[0] or documents > largest[1]:
             raise ValueError(
                 f"a row of {tokens} tokens and {documents} documents fits in no corner of the "
-                "grid, the "
-                f"largest is {(grid.tokens[-1], grid.documents[-1])}"
+                f"grid, the largest is {largest}"
             )
-        corner = (
-            grid.tokens[bisect_left(grid.tokens, tokens)],
-            grid.documents[bisect_left(grid.documents, documents)],
-        )
-        found[corner] += rows
+        places = bisect_left(grid.tokens, tokens), bisect_left(grid.documents, documents)
+        found[grid.tokens[places[0]], grid.documents[places[1]]] += rows
     return found
 
 
@@ -140,10 +136,6 @@ def quantiles(fills: Fills, grid: Grid, most: int) -> list[Corner]:
     return [*((tokens[at], documents[at]) for at in places), (grid.tokens[-1], grid.documents[-1])]
 
 
-def _corner(pair: Any) -> Corner:
-    return int(pair[0]), int(pair[1])
-
-
 def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) -> ShapeSet:
     """`start` after exchanging corners for others of `grid` while it pays, with the largest one of
     `grid`; never dearer. The largest may stand in `start` several times, for corners to come."""
@@ -151,7 +143,7 @@ def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) 
     candidates = grid.corners
     fits, order = _fits(candidates, points), _order(candidates)
     price: Floats = cost.shape_us(candidates[:, 0], candidates[:, 1]).astype(np.float64)
-    largest = _corner(candidates[-1])
+    largest: Corner = tuple(candidates[-1].tolist())
     chosen = sorted(start)[: max(len(start) - 1, 0)]
     current = cost_of([*chosen, largest], fills, cost)
     for _ in range(MOST_SWAPS):
@@ -162,7 +154,7 @@ def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) 
             totals = np.where(taken, price[:, None], held[None, :]) @ rows
             place = int(totals.argmin())
             if totals[place] < best:
-                best, exchange = float(totals[place]), (index, _corner(candidates[place]))
+                best, exchange = float(totals[place]), (index, tuple(candidates[place].tolist()))
         if exchange is None:
             break
         chosen[exchange[0]], current = exchange[1], best

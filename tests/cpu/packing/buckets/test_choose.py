@@ -183,19 +183,18 @@ def test_a_budget_drops_buckets_and_says_so():
     request = BucketRequest(
         pool_bytes=memory, graph_bytes=500, max_tokens=1024, slots=2, budget=None
     )
-    assert within_budget(request).notes == ()
-    fewer = within_budget(replace(request, budget=2 * (1000 + 10 * 1024 + 3 * 500)))
-    assert (fewer.tokens, fewer.buckets) == (1024, 3) and "3 instead of 8 buckets" in fewer.notes[0]
-    smaller = within_budget(replace(request, budget=2 * (1000 + 10 * 512 + 8 * 500)))
-    assert (smaller.tokens, smaller.buckets) == (512, 8)
-    assert (
-        "more than 512 tokens are dropped" in smaller.notes[0]
-        and "for each of 2 slots" in smaller.notes[0]
+    assert within_budget(request)[2] == ()
+    tokens, buckets, (note,) = within_budget(
+        replace(request, budget=2 * (1000 + 10 * 1024 + 3 * 500))
     )
+    assert (tokens, buckets) == (1024, 3) and "3 instead of 8 buckets" in note
+    tokens, buckets, (note,) = within_budget(
+        replace(request, budget=2 * (1000 + 10 * 512 + 8 * 500))
+    )
+    assert (tokens, buckets) == (512, 8)
+    assert "more than 512 tokens are dropped" in note and "for each of 2 slots" in note
     least = within_budget(replace(request, budget=2 * (1000 + 10 * 64 + 3 * 500 + 300)))
-    assert (least.tokens, least.buckets) == (64, 3), (
-        "with fewer graphs where no size has room for all"
-    )
+    assert least[:2] == (64, 3), "with fewer graphs where no size has room for all"
     with pytest.raises(ValueError, match="holds no bucket: one of 64 tokens needs"):
         within_budget(replace(request, budget=1000))
     policy = PackingPolicy(overlong="split")
