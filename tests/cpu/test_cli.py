@@ -11,6 +11,7 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -346,6 +347,7 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost(
                 signal.raise_signal(signal.SIGINT)
         return real(name, *rest, **more)
 
+    monkeypatch.delitem(sys.modules, "packgraph.commands", raising=False)
     monkeypatch.setattr(builtins, "__import__", swallowing)
     assert cli.main(["train", "--help"]) == 130
     assert capsys.readouterr().err == "packgraph: interrupted\n"

@@ -15,9 +15,9 @@ from verifykit import BROKEN, break_gradient
 
 from packgraph.parallel.mesh import Layout
 from packgraph.verification import compared_run as side
+from packgraph.verification.compare import DIFFERS
 from packgraph.verification.matrix import budget_of, config_for, random_packs
 from packgraph.verification.ranks import verify_ranks
-from packgraph.verification.sequential import DIFFERS
 
 DP2, PP2, EP2 = Layout(dp=2), Layout(dp=1, pp=2), Layout(dp=2, ep=2)
 

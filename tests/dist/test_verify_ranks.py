@@ -22,6 +22,7 @@ from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.train.features.moe import ExpertBalance
 from packgraph.verification import compared_run as side
+from packgraph.verification.command import print_report, print_total
 from packgraph.verification.compare import Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
 from packgraph.verification.ranks import (
@@ -38,7 +39,6 @@ from packgraph.verification.ranks import (
     relative_distance,
     verify_ranks,
 )
-from packgraph.verification.report import print_ranks_report, print_ranks_total
 from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport
 
 DP2, TP2, PP2, CP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2), Layout(dp=1, cp=2)
@@ -344,8 +344,8 @@ def test_distances_are_relative_and_nan_is_over_every_limit():
 
 def printed(report):
     console = Console(file=io.StringIO(), width=200)
-    print_ranks_report(report, console)
-    print_ranks_total([report], console)
+    print_report(report, console)
+    print_total([report], console)
     return console.file.getvalue()
 
 

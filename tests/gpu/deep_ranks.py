@@ -24,16 +24,15 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.memory.allocator import most_reserved
-from packgraph.parallel.ranks import Launch, processes
+from packgraph.parallel.ranks import Launch, from_all, processes
 from packgraph.train.config.command_line import parse_arguments
 from packgraph.train.config.presets import PRESETS, preset
 from packgraph.train.config.reading import read_config
 from packgraph.train.config.values import CommandArguments
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
-from packgraph.verification.ranks import RanksReport, of_every_rank
-from packgraph.verification.report import print_ranks_report
-from packgraph.verification.sequential import SequentialRuns
-from packgraph.verification.verify import VerificationProgress
+from packgraph.verification.command import print_report
+from packgraph.verification.ranks import RanksReport
+from packgraph.verification.verify import SequentialRuns, VerificationProgress
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0
@@ -138,10 +137,9 @@ def main():
                 continue
             made = way_of(config, name)
             title = f"{name}, {made.model.num_layers} layers, {mesh.layout}"
-            report = RanksReport(
-                title, of_every_rank(apart.graph_run(title, made, expected), mesh), None
-            )
-            print_ranks_report(report, console)
+            mine = apart.graph_run(title, made, expected)
+            report = RanksReport(title, tuple(from_all(mesh, mine)), None)
+            print_report(report, console)
             say(
                 f"{'ok' if report.good else 'WRONG'} {name}: {time.monotonic() - began:.1f} s, "
                 f"{most_memory(device, mesh.world):.1f} GiB until now"

@@ -6,31 +6,45 @@ is compared with one process. Rank 0 alone prints: tables to stdout, how far it 
 invariant: every process returns the same verdict.
 """
 
+import functools
+import importlib
+import importlib.util
+import itertools
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
+from packgraph.models.foreign import naming, read_object
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.ranks import Launch, processes
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, one_problem
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import render
+from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
-from packgraph.verification.matrix import default_matrix, ranks_matrix
-from packgraph.verification.ranks import RanksReport, verify_ranks
-from packgraph.verification.report import (
-    print_ranks_report,
-    print_ranks_total,
-    print_report,
-    print_total,
-)
-from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport, verify
+from packgraph.verification.compared_run import KINDS, RANKS_KINDS
+from packgraph.verification.matrix import default_matrix, random_packs, ranks_matrix
+from packgraph.verification.module import Verification, verify
+from packgraph.verification.ranks import OneProcessReport, RanksReport, verify_ranks
+from packgraph.verification.verify import SILENT, VerificationProgress
 
-PRESET_STEPS, MATRIX_STEPS = 50, 30
+PRESET_STEPS, MATRIX_STEPS, HF_STEPS = 50, 30, 6
+HF_TOKENS = 256  # of a microbatch
 FEWEST_STEPS = 3  # without a preset: of which two are warm-up
+EQUAL = "bitwise equal"
+LIMITS_EXPLAINED = (
+    "Distances are relative. Sums over ranks are rounded in another order than in one process, so "
+    "they are not zero; the limits stand well above what one step rounds in {dtype}. Without "
+    "dropout; the update is compared on equal gradients."
+)
 
 
 def verify_command(
@@ -49,30 +63,44 @@ def verify_command(
         raise ConfigError(problems)
     device = choose_device("auto" if config is None else config.run.device, launch)
     use_deterministic_kernels(device)
+    layout, several, reports = Layout(), launch.world > 1, list[RanksReport]()
     if config is not None:
         config = replace(config, run=replace(config.run, steps=steps or PRESET_STEPS))
-    if config is not None and config.graph.capacities == "auto":
-        config = prepare(config, device, launch.world).config
-    if launch.world > 1:
-        return _over_ranks(config, steps or MATRIX_STEPS, device, launch, one_process, apart)
-    if config is None:
-        return _shown(default_matrix(device, steps or MATRIX_STEPS))
-    made, progress = config, _progress(launch)
-    if apart:
-        return _shown(
-            [
-                verify_sequential(
-                    made.preset,
+        # Finds all that is wrong before the processes wait for each other.
+        prepared = prepare(config, device, launch.world).config
+        config = prepared if config.graph.capacities == "auto" else config
+        layout = config.parallel.layout()
+    console = Console(quiet=launch.rank != 0)
+    with processes(layout, device, launch) as mesh:
+        if config is not None:
+            made, title = config, config.preset + (f", {mesh.layout}" if several else "")
+            found: Iterable[RanksReport] = [
+                verify_ranks(
+                    title,
                     made,
-                    lambda: iter(open_data(made, device)),
+                    lambda: iter(open_data(made, device, launch.world)),
                     device,
-                    progress=progress,
+                    mesh,
+                    one_process=one_process and several,
+                    apart=apart,
+                    progress=SILENT if launch.rank else VerificationProgress(_tell),
                 )
             ]
-        )
-    return _shown(
-        [verify(made.preset, made, iter(open_data(made, device)), device, progress=progress)]
-    )
+        elif several:
+            count = steps or MATRIX_STEPS
+            found = ranks_matrix(device, count, launch.world, one_process=one_process)
+        else:
+            matrix = default_matrix(device, steps or MATRIX_STEPS)
+            found = (RanksReport(report.title, (report,), None) for report in matrix)
+        for report in found:
+            print_report(report, console)
+            reports.append(report)
+        print_total(reports, console)
+    return all(report.good for report in reports)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def verify_problems(
@@ -108,61 +136,135 @@ def verify_problems(
     return problems
 
 
-def _progress(launch: Launch) -> VerificationProgress:
-    return (
-        SILENT
-        if launch.rank
-        else VerificationProgress(lambda text: print(text, file=sys.stderr, flush=True))
-    )
+def verdict(report: RanksReport, kind: str) -> str:
+    """`bitwise equal`, or the first difference; of several ranks with its rank and the others that
+    have one."""
+    found, several = report.found(kind), len(report.ranks) > 1
+    if not found:
+        return EQUAL + (" on every rank" if several else "")
+    if not several:
+        return str(found[0].difference)
+    others = ", ".join(str(one.rank) for one in sorted(found[1:], key=lambda one: one.rank))
+    return str(found[0]) + (f"; also on rank {others}" if others else "")
 
 
-def _shown(reports_as_done: Iterable[VerifyReport]) -> bool:
-    console, reports = Console(), []
-    for report in reports_as_done:
-        print_report(report, console)
-        reports.append(report)
-    print_total(reports, console)
-    return all(report.good for report in reports)
+def print_report(report: RanksReport, console: Console) -> None:
+    """One table for one verified run, and why it counts as failed if it does."""
+    first, several, table = report.ranks[0], len(report.ranks) > 1, Table(title=report.title)
+    table.title_justify = "left"
+    table.add_column("eager against graph" + f" on {len(report.ranks)} ranks" * several)
+    table.add_column(f"{first.steps} steps, {first.microbatches} microbatches", overflow="fold")
+    for kind in RANKS_KINDS if several else KINDS:
+        table.add_row(kind, verdict(report, kind))
+    # All ranks count all rows of a step, and make a step again together. A size that is missing
+    # was not compared.
+    sizes = (f"{render(capacity)}: {count}" for capacity, count in sorted(first.rows.items()))
+    table.add_row("sizes of rows", ", ".join(sizes) or "none")
+    counted = sum((Counter(rank.fallbacks) for rank in report.ranks), Counter[str]())
+    fallbacks = ", ".join(f"{count} {reason}" for reason, count in counted.items()) or "none"
+    replayed = sum(rank.replayed for rank in report.ranks)
+    table.add_row("replayed / fallbacks", f"{replayed} / {fallbacks}")
+    if count := first.made_again:
+        times = f"{count} time{'s' * (count > 1)}"
+        table.add_row("made again", f"{times}, with more room for experts (parallel.expert_room)")
+    if report.one_process is not None:
+        _add_one_process(table, report.one_process)
+    console.print(table)
+    if several and (found := report.found()):
+        told = f"First difference between eager and graph: {found[0].kind}: {found[0]}"
+        console.print(told, highlight=False)
+    if silent := report.silent_ranks():
+        much = "Hardly anything" if report.ranks[silent[0]].replayed else "Nothing"
+        where = f" on rank {', '.join(map(str, silent))}" if several else ""
+        told = f"{much} was replayed{where}, so nothing was shown{' there' * several}"
+        console.print(f"{told}: see the fallbacks above.", highlight=False)
 
 
-def _over_ranks(
-    config: TrainConfig | None,
-    steps: int,
+def _add_one_process(table: Table, report: OneProcessReport) -> None:
+    """The rows that compare the run with one process."""
+    table.add_section()
+    table.add_row("against one process", f"{report.steps} steps, the largest distances")
+    if report.changed:
+        table.add_row("updated", report.changed)
+    for kind, distance in report.distances.items():
+        size, limit = distance.size, distance.limit
+        told = f"{size:.1g} of at most {limit:.0e}"
+        if not distance.good:
+            told = f"DIFFERS: {size:.2g}, at most {limit:.0e} is allowed"
+        if size != 0.0:
+            told += f" (step {distance.step}{', ' * bool(distance.name)}{distance.name})"
+        table.add_row(kind, EQUAL if size == limit == 0.0 else told)
+    if not report.steps:
+        table.add_row("", "DIFFERS: there was no step to compare")
+
+
+def print_total(reports: Sequence[RanksReport], console: Console) -> None:
+    """The last line: how many runs were right."""
+    types = sorted({one.one_process.dtype for one in reports if one.one_process is not None})
+    if types:
+        console.print(LIMITS_EXPLAINED.format(dtype=" and ".join(types)), highlight=False)
+    good = sum(report.good for report in reports)
+    where = " on every rank" if any(len(report.ranks) > 1 for report in reports) else ""
+    alone = " and, within the limits, those of one process" if types else ""
+    console.print(f"{good} of {len(reports)} runs bitwise equal{where}{alone}", highlight=False)
+
+
+def verify_hf_config(
+    file: str | Path,
     device: torch.device,
-    launch: Launch,
-    one_process: bool,
-    apart: bool,
-) -> bool:
-    if config is not None:
-        open_data(
-            config, device, launch.world
-        )  # finds all that is wrong before the processes wait for each other
-    console = Console(quiet=launch.rank != 0)
-    reports: list[RanksReport] = []
-    with processes(
-        Layout() if config is None else config.parallel.layout(), device, launch
-    ) as mesh:
-        if config is None:
-            reports_as_done: Iterable[RanksReport] = ranks_matrix(
-                device, steps, launch.world, one_process=one_process
-            )
-        else:
-            made = config
-            title = f"{made.preset}, {mesh.layout}"
-            reports_as_done = [
-                verify_ranks(
-                    title,
-                    made,
-                    lambda: iter(open_data(made, device, launch.world)),
-                    device,
-                    mesh,
-                    one_process=one_process,
-                    apart=apart,
-                    progress=_progress(launch),
-                )
-            ]
-        for report in reports_as_done:
-            print_ranks_report(report, console)
-            reports.append(report)
-        print_ranks_total(reports, console)
-    return all(report.good for report in reports)
+    *,
+    steps: int | None = None,
+    layers: int | None = None,
+    tokens: int = HF_TOKENS,
+    seed: int = 0,
+) -> Verification:
+    """Trains a model of transformers with random weights eagerly and through graphs, and compares
+    every bit.
+
+    Args:
+        file: A config.json of a model with a language-model head.
+        device: bfloat16 on CUDA, float32 on a CPU.
+        steps: Optimizer steps, 6 by default.
+        layers: Another number of layers, for configs of models that do not fit.
+        tokens: Tokens of a microbatch.
+        seed: Of weights and documents.
+
+    Returns:
+        What was compared; false at the first difference.
+
+    Raises:
+        ConfigError: The file or the model cannot be used, with the reason.
+    """
+    if not importlib.util.find_spec("transformers"):
+        raise ConfigError(["--hf-config needs transformers: pip install packgraph[transformers]"])
+    content = read_hf_config(Path(file), layers)
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    what = "transformers cannot make a model of it"
+    with naming(file, what, one_problem, CORRECT), torch.device(device):
+        config = transformers.AutoConfig.for_model(**content)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    module = packed_or_refused(model.train(), str(file))
+    capacity = Capacity(tokens, max(2, tokens // 16))
+    packs = random_packs(seed, [capacity], config.vocab_size)
+    batches = [batch.to(device) for batch in itertools.islice(packs, steps or HF_STEPS)]
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    return verify(module, batches, optimizer=optimizer, capacities=[capacity], warmup=1)
+
+
+def read_hf_config(file: Path, layers: int | None = None) -> dict[str, Any]:
+    """The entries of a config.json, for `AutoConfig.for_model`.
+
+    Raises:
+        ConfigError: It cannot be read, is no JSON object, or names no `model_type`.
+    """
+    file = file / "config.json" if file.is_dir() else file
+    content = read_object(file, one_problem)
+    if not isinstance(content.get("model_type"), str):
+        raise ConfigError([f"{file} is no config.json of transformers: it names no model_type"])
+    if layers is not None:
+        content["num_hidden_layers"] = layers
+        if isinstance(content.get("layer_types"), list):
+            content["layer_types"] = content["layer_types"][:layers]
+    return content

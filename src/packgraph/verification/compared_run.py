@@ -14,7 +14,7 @@ it is compared.
 
 A moment is live memory, and lasts until the next one is asked for. So whoever compares does it (or
 takes digests) between two moments. What is compared is decided here alone, however the runs are
-made: in lockstep (`verify.py`) or one after the other (`sequential.py`).
+made: in lockstep or one after the other (`verify.py`).
 """  # noqa: E501
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,25 +38,18 @@ from packgraph.train.features.prediction import sums_of
 from packgraph.train.feed import MicrobatchAssignment, Packs, count_loss_tokens, take_step
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.strategies import MicrobatchExecutor, accumulate
+from packgraph.verification.compare import Moment
 
 Made = TypeVar("Made")
-LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = (
+# Of several processes, in the order of comparison.
+RANKS_KINDS = LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = (
     "loss",
     "gradients",
     "summed gradients",
     "parameters",
     "random states",
 )
-KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
-RANKS_KINDS = (
-    LOSS,
-    GRADIENTS,
-    SUMMED,
-    PARAMETERS,
-    RANDOM,
-)  # of several processes, in the order of comparison
-Held = TypeVar("Held")
-Moment = Mapping[str, Mapping[str, Held]]  # kind -> name -> a tensor, or its digest
+KINDS = tuple(kind for kind in RANKS_KINDS if kind != SUMMED)  # of one process
 
 
 class ComparedRun:
@@ -70,8 +63,11 @@ class ComparedRun:
             self.mesh, rank_tokens(config), in_step=config.replicas_in_step
         )
         self.model = build_chunks(config, device, self.mesh)
-        alone = _beside_others(config)
-        self.optimizer = make_optimizer(self.model, alone, self.mesh, sums_apart=True)
+        options = config.optimizer
+        if options.resident == AUTO:  # what is left on the device is not for this run's state alone
+            options = replace(options, resident=NONE)
+        beside = replace(config, optimizer=options)
+        self.optimizer = make_optimizer(self.model, beside, self.mesh, sums_apart=True)
         # Some steps have all their microbatches in flight.
         several = replace(config, graph=replace(config.graph, slots=None))
         self.executor = make_executor(self.model, several, device, self.mesh)
@@ -214,14 +210,6 @@ class Step:
         return self.index + 1
 
 
-def _beside_others(config: TrainConfig) -> TrainConfig:
-    """The run beside others on its device: what is left there is not for its optimizer's state."""
-    options = config.optimizer
-    if options.resident == AUTO:
-        options = replace(options, resident=NONE)
-    return replace(config, optimizer=options)
-
-
 def some_in_flight(step: int) -> bool:
     """Every third step runs all its forwards before its backwards."""
     return step % 3 == 2
@@ -242,32 +230,24 @@ def steps_of(
         yield Step(index, batches, in_flight(index))
 
 
-def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterator[Moment[Tensor]]:
+def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterator[Moment]:
     """Make a step, and stop at each of its moments."""
     rate, several = config.optimizer.learning_rate, side.mesh.world > 1
+    norm: Tensor | None = None
     if config.graph.optimizer:
         # The update is part of the graph, and leaves gradients as they are.
         loss, norm = side.whole_step(step.index, step.batches, rate)
-        yield _before_update(side, loss)
     else:
-        yield _before_update(side, side.gradients_of(step.index, step.batches, step.in_flight))
-        norm = side.optimizer.step(rate)
+        loss = side.gradients_of(step.index, step.batches, step.in_flight)
+    sums = {SUMMED: _by_place(side.reduced_gradients())} if several else {}
+    yield {LOSS: {"loss": loss}, GRADIENTS: _by_place(side.optimizer.gradients())} | sums
     yield {
-        SUMMED if several else GRADIENTS: {"global norm": norm},
+        SUMMED if several else GRADIENTS: {
+            "global norm": side.optimizer.step(rate) if norm is None else norm
+        },
         PARAMETERS: side.parameters(),
         RANDOM: side.random,
     }
-
-
-def _before_update(side: ComparedRun, loss: Tensor) -> Moment[Tensor]:
-    found = {LOSS: {"loss": loss}, GRADIENTS: _by_place(side.optimizer.gradients())}
-    return found | {SUMMED: _sums(side)} if side.mesh.world > 1 else found
-
-
-def _sums(side: ComparedRun) -> dict[str, Tensor]:
-    """The live memory of what this rank has of the gradients summed over ranks, by name and
-    place."""
-    return _by_place(side.reduced_gradients())
 
 
 def _by_place(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

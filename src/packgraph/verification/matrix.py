@@ -57,7 +57,13 @@ FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
 # Each ends a region of experts at another stage; granularity layer without a scope captures all of
 # them.
-EXPERT_SCOPES = (("attn", "moe_router"), ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",))
+EXPERT_SCOPES = (
+    ("layer", None),
+    ("chunk", None),
+    ("layer", ("attn", "moe_router")),
+    ("layer", ("attn", "mlp", "moe_router", "moe_preprocess")),
+    ("layer", ("moe",)),
+)
 HYBRID_SCOPES = (
     ("layer", ("mamba",)),
     ("chunk", ("mamba", "attn", "mlp", "moe_router")),
@@ -81,48 +87,40 @@ class SwitchingSteps:
         vocabulary: int,
         seed: int = 1,
     ) -> None:
-        self._world, self._rank_tokens, self._places = world, rank_tokens, sorted(places)
-        self._sizes = [sizes[0], *reversed(sizes[1:])]
-        self._vocabulary, self._draw = vocabulary, random.Random(seed)
-        self._microsteps = self._steps = 0
+        self._draw, self._vocabulary, self._places = random.Random(seed), vocabulary, sorted(places)
+        switching = itertools.cycle([sizes[0], *reversed(sizes[1:])])
+        self._steps = (
+            [
+                self._row(size * rank_tokens)
+                for size in itertools.islice(switching, count)
+                for _ in range(world // size)
+            ]
+            for count in itertools.cycle(WAVES)
+        )
 
     def next_step(self) -> list[PackedBatch]:
         """The packs of a step, microstep by microstep and by first rank."""
-        packs: list[PackedBatch] = []
-        for _ in range(WAVES[self._steps % len(WAVES)]):
-            size = self._sizes[self._microsteps % len(self._sizes)]
-            packs += [self._row(size * self._rank_tokens) for _ in range(self._world // size)]
-            self._microsteps += 1
-        self._steps += 1
-        return packs
+        return next(self._steps)
 
     def _row(self, tokens: int) -> PackedBatch:
-        kinds: list[Callable[[int], list[int]]] = [
-            self._some,
-            lambda room: [room],
-            self._tiny,
-            lambda room: [],
-        ]
-        lengths = self._draw.choices(kinds, (3, 1, 1, 1))[0](tokens)
-        places = next(places for places in self._places if places >= len(lengths))
-        capacity = Capacity(tokens, places)
+        draw, most = self._draw, self._places[-1]
+        kind = draw.choices(("some", "one", "tiny", "none"), (3, 1, 1, 1))[0]
+        lengths: list[int] = [tokens] if kind == "one" else []
+        if kind == "tiny":
+            lengths = [2, *(draw.randint(1, 2) for _ in range(min(most, tokens // 2) - 1))]
+        room = tokens if kind == "some" else 0
+        while room > 1 and len(lengths) < most:
+            lengths.append(min(room, 2 + int(draw.paretovariate(0.8) * 4) | 1))
+            room -= lengths[-1]
+        capacity = Capacity(
+            tokens, next(places for places in self._places if places >= len(lengths))
+        )
         if not lengths:
             return PackedBatch.empty(capacity)
-        documents = [
-            [self._draw.randrange(self._vocabulary) for _ in range(length)] for length in lengths
-        ]
-        return PackedBatch.build(documents, capacity)
-
-    def _some(self, room: int) -> list[int]:
-        found: list[int] = []
-        while room > 1 and len(found) < self._places[-1]:
-            found.append(min(room, 2 + int(self._draw.paretovariate(0.8) * 4) | 1))
-            room -= found[-1]
-        return found
-
-    def _tiny(self, room: int) -> list[int]:
-        found = [self._draw.randint(1, 2) for _ in range(min(self._places[-1], room // 2))]
-        return [2, *found[1:]]
+        return PackedBatch.build(
+            [[draw.randrange(self._vocabulary) for _ in range(length)] for length in lengths],
+            capacity,
+        )
 
 
 def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
@@ -197,44 +195,38 @@ def tiny_hybrid_config(
     return replace(config, model=model, graph=replace(config.graph, scope=scope))
 
 
-def random_packs(seed: int) -> Iterator[PackedBatch]:
+def random_packs(
+    seed: int, capacities: Sequence[Capacity] = CAPACITIES, vocabulary: int = VOCABULARY
+) -> Iterator[PackedBatch]:
     """Endless packs of random documents with heavy-tailed lengths, over all capacities."""
     draw = random.Random(seed)
-    longest = max(capacity.tokens for capacity in CAPACITIES)
+    longest = max(capacity.tokens for capacity in capacities)
     while True:
         lengths = [
             min(longest, 1 + int(draw.paretovariate(0.8) * 4)) for _ in range(draw.randint(3, 12))
         ]
-        documents = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
-        yield from pack(documents, list(CAPACITIES))
+        documents = [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
+        yield from pack(documents, capacities)
 
 
 def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
     """Verify every combination for `steps` steps each (scopes, hybrids: a third); yields reports as
     they are done."""
-    for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1)):
-        title = f"granularity {granularity}, dropout {dropout}"
-        config = tiny_config(granularity, dropout, steps)
-        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
-    for granularity, scope in (
-        ("layer", None),
-        ("chunk", None),
-        *(("layer", scope) for scope in EXPERT_SCOPES),
+    few = max(steps // 3, FEWEST)
+    cases = [
+        (f"granularity {granularity}, dropout {dropout}", tiny_config(granularity, dropout, steps))
+        for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1))
+    ]
+    for kind, make, scopes in (
+        ("experts", tiny_experts_config, EXPERT_SCOPES),
+        ("hybrid", tiny_hybrid_config, HYBRID_SCOPES),
     ):
-        title = (
-            f"experts, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, "
-            "dropout 0.1"
-        )
-        config = tiny_experts_config(
-            granularity, 0.1, steps if scope is None else max(steps // 3, FEWEST), scope
-        )
-        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
-    for granularity, scope in HYBRID_SCOPES:
-        title = (
-            f"hybrid, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, "
-            "dropout 0.1"
-        )
-        config = tiny_hybrid_config(granularity, 0.1, max(steps // 3, FEWEST), scope)
+        for granularity, scope in scopes:
+            chosen = "all" if scope is None else " ".join(scope)
+            title = f"{kind}, granularity {granularity}, {chosen}, dropout 0.1"
+            count = steps if kind == "experts" and scope is None else few
+            cases.append((title, make(granularity, 0.1, count, scope)))
+    for title, config in cases:
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
 
 

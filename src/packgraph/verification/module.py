@@ -109,9 +109,9 @@ def verify(
     difference: Difference | None = None
     try:
         for steps, batch in enumerate(batches, start=1):
-            before = _random_states()
-            expected = sides[0].step(batch)
-            _set_random_states(before)
+            devices = range(torch.cuda.device_count() * torch.cuda.is_initialized())
+            with torch.random.fork_rng(devices):
+                expected = sides[0].step(batch)
             found = sides[1].step(batch)
             tensors += len(expected)
             difference = first_difference(steps, expected, found)
@@ -165,13 +165,11 @@ class _Side:
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad.clone()
         self._optimizer.step()
-        found |= {name: tensor.detach().clone() for name, tensor in self._state().items()}
-        return found | {
-            f"random state {number}": state for number, state in enumerate(_random_states())
-        }
-
-    def _state(self) -> dict[str, Tensor]:
-        return dict([*self._module.named_parameters(), *self._module.named_buffers()])
+        state = [*self._module.named_parameters(), *self._module.named_buffers()]
+        found |= {name: tensor.detach().clone() for name, tensor in state}
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        states = enumerate([torch.get_rng_state(), *cuda])
+        return found | {f"random state {number}": state for number, state in states}
 
 
 def _tensors(tree: Any) -> list[tuple[int, Tensor]]:
@@ -191,14 +189,3 @@ def _sum(out: Any) -> Tensor:
     if not parts:
         raise ValueError("the module returns no floating-point tensor: pass loss=")
     return torch.stack(parts).sum()
-
-
-def _random_states() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
-
-
-def _set_random_states(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])

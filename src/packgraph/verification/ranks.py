@@ -1,7 +1,7 @@
 """Verifying a run over several processes: graphs against eager on every rank, the run against one
 process, and copies of a tensor against each other.
 
-Every rank compares what it holds itself (`verify.py`, or `sequential.py`), rank 0 also compares the
+Every rank compares what it holds itself (`verify.py`), rank 0 also compares the
 run with one process (`compare_with_one_process`). The invariant: what one rank finds all of them
 know, so all end with the same verdict.
 
@@ -49,8 +49,13 @@ from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.feed import Packs
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of
-from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport, verify
+from packgraph.verification.verify import (
+    SILENT,
+    VerificationProgress,
+    VerifyReport,
+    verify,
+    verify_sequential,
+)
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights",
@@ -83,8 +88,8 @@ SMALLEST_SHARE = 1e-3
 
 
 def copies(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, bool]]:
-    """The name of every tensor of which several ranks hold the same part, and whether all copies
-    are equal.
+    """Yields the name of every part of a tensor that several ranks hold, and whether all copies of
+    it are equal.
 
     tensors: what this rank has, by name. Collective. What is compared is the sum of all bits as
     integers: two copies that differ by chance in more than one element and have equal sums would
@@ -99,11 +104,9 @@ def copies(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, boo
     for sums in from_all(mesh, mine):
         for place, value in sums.items():
             found[place].append(value)
-    equal: dict[str, bool] = {}
     for (name, _, _), values in found.items():
         if len(values) > 1:
-            equal[name] = equal.get(name, True) and len(set(values)) == 1
-    yield from equal.items()
+            yield name, len(set(values)) == 1
 
 
 @dataclass(frozen=True)
@@ -180,20 +183,18 @@ def compare_with_one_process(
     """
     # The comparison stands between gradients and update, so the update cannot be in a graph with
     # them.
-    config = replace(
-        config,
-        model=replace(config.model, dropout=0.0),
-        graph=replace(config.graph, optimizer=False),
-    )
-    narrow = is_float8(config.model.precision)
-    report = OneProcessReport("float8" if narrow else config.run.dtype)
+    model, graph = replace(config.model, dropout=0.0), replace(config.graph, optimizer=False)
+    config = replace(config, model=model, graph=graph)
+    report = OneProcessReport("float8" if is_float8(model.precision) else config.run.dtype)
     if config.optimizer.name == "adamw8bit":
         report.changed = "by adamw: each layout rounds state in eight bits in blocks of its own"
         config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
     run = ComparedRun(config, device, mesh)
-    alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
+    eager = replace(graph, enabled=False, compile=False, granularity="layer")
+    one = replace(config, parallel=ParallelConfig(), graph=eager)
+    alone = ComparedRun(one, device) if mesh.rank == 0 else None
     try:
-        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.stored())
+        _compare(FIRST_WEIGHTS, 0, run, alone, report, ComparedRun.stored)
         steps = steps_of(config, packs, lambda step: False, budget)
         for step in progress.of("against one process", config.run.steps, steps):
             _one_step(step.index, run, alone, step.batches, config.optimizer.learning_rate, report)
@@ -201,12 +202,6 @@ def compare_with_one_process(
     finally:
         run.close()
     return on_first(mesh, lambda: report)
-
-
-def _for_one(config: TrainConfig) -> TrainConfig:
-    """The same training in one process, eagerly."""
-    graph = replace(config.graph, enabled=False, compile=False, granularity="layer")
-    return replace(config, parallel=ParallelConfig(), graph=graph)
 
 
 def _one_step(
@@ -217,53 +212,30 @@ def _one_step(
     learning_rate: float,
     report: OneProcessReport,
 ) -> None:
-    number = step + 1
-    loss = _loss_of_all(run, run.gradients_of(step, batches, in_flight=False))
-    whole = 0.0
+    number, whole = step + 1, 0.0
+    share = run.gradients_of(step, batches, in_flight=False)
+    # Every rank has the loss of its replica's share of packs and of its rows; stages and tensor
+    # parallel ranks have the same.
+    loss = share.clone() if run.mesh.tells_loss else torch.zeros_like(share)
+    dist.all_reduce(loss)
     if alone is not None:
         expected = alone.gradients_of(step, batches, in_flight=False)
         report.note(LOSS, number, "", relative_distance(loss, expected))
-        whole = float(
-            torch.stack(
-                [value.double().norm() for value in alone.optimizer.gradients().values()]
-            ).norm()
-        )
-    _compare_and_take_gradients(number, run, alone, whole, report)
+        norms = [value.double().norm() for value in alone.optimizer.gradients().values()]
+        whole = float(torch.stack(norms).norm())
+
+    def gradients(side: ComparedRun) -> Mapping[str, Tensor]:
+        return side.optimizer.gradients() if side is alone else side.reduced_gradients()
+
+    _compare(GRADIENTS, number, run, alone, report, gradients, smallest=SMALLEST_SHARE * whole)
     norm = run.optimizer.step(learning_rate)
     if alone is not None:
         alone.optimizer.step(learning_rate)
         report.note(NORM, number, "", relative_distance(norm, torch.full_like(norm, whole)))
-    _compare(PARAMETERS, number, run, alone, report, lambda side: side.stored())
+    _compare(PARAMETERS, number, run, alone, report, ComparedRun.stored)
     for name, equal in copies(run.mesh, run.stored()):
         report.note(COPIES, number, name, 0.0 if equal else float("inf"))
     _compare(STATE, number, run, alone, report, lambda side: side.optimizer.state_tensors())
-
-
-def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
-    """The loss of the whole step, float32 []: every rank has that of its replica's share of packs
-    and of its rows; stages and tensor parallel ranks have the same."""
-    total = loss.clone() if run.mesh.tells_loss else torch.zeros_like(loss)
-    dist.all_reduce(total)
-    return total
-
-
-def _compare_and_take_gradients(
-    step: int, run: ComparedRun, alone: ComparedRun | None, whole: float, report: OneProcessReport
-) -> None:
-    """Compare every gradient of the step; then the single process goes on with the run's. whole:
-    norm of all."""
-    expected = {} if alone is None else alone.optimizer.gradients()
-    for name, found in collect(run.mesh, run.reduced_gradients()):
-        if name not in expected:
-            report.note(GRADIENTS, step, f"{name} (only in the run)", float("inf"))
-            continue
-        gradient = expected.pop(name)
-        report.note(
-            GRADIENTS, step, name, relative_distance(found, gradient, SMALLEST_SHARE * whole)
-        )
-        gradient.copy_(found)
-    for name in expected:
-        report.note(GRADIENTS, step, f"{name} (not in the run)", float("inf"))
 
 
 @torch.no_grad()
@@ -274,22 +246,18 @@ def _compare(
     alone: ComparedRun | None,
     report: OneProcessReport,
     tensors_of: Callable[[ComparedRun], Mapping[str, Tensor]],
+    smallest: float = 0.0,
 ) -> None:
     """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on
-    with the run's.
-
-    Collective.
-    """
+    with the run's. Collective."""
     expected = {} if alone is None else dict(tensors_of(alone))
     for name, found in collect(run.mesh, tensors_of(run)):
         known = expected.pop(name, None)
-        report.note(
-            kind,
-            step,
-            name if known is not None else f"{name} (only in the run)",
-            relative_distance(found, known) if known is not None else float("inf"),
-        )
-        if known is not None and known.shape == found.shape:
+        if known is None:
+            report.note(kind, step, f"{name} (only in the run)", float("inf"))
+            continue
+        report.note(kind, step, name, relative_distance(found, known, smallest))
+        if known.shape == found.shape:
             known.copy_(found)
     for name in expected:
         report.note(kind, step, f"{name} (not in the run)", float("inf"))
@@ -338,7 +306,7 @@ class RanksReport:
         )
 
     def silent_ranks(self) -> list[int]:
-        """The ranks that replayed hardly anything, so that nothing was shown there."""
+        """Lists the ranks that replayed hardly anything, so that nothing was shown there."""
         return [rank for rank, report in enumerate(self.ranks) if not report.shows]
 
 
@@ -361,24 +329,12 @@ def verify_ranks(
     eager run and the graph run one after the other. budget: real tokens of a step. progress: told
     how far this rank is.
     """
-    mine = (
-        verify_sequential(
-            title, config, open_packs, device, mesh=mesh, budget=budget, progress=progress
-        )
-        if apart
-        else verify(
-            title, config, open_packs(), device, mesh=mesh, budget=budget, progress=progress
-        )
-    )
-    every = of_every_rank(mine, mesh)
-    alone = (
-        compare_with_one_process(config, open_packs(), device, mesh, budget, progress)
-        if one_process
-        else None
-    )
-    return RanksReport(title, every, alone)
-
-
-def of_every_rank(mine: VerifyReport, mesh: Mesh) -> tuple[VerifyReport, ...]:
-    """The reports of all ranks; collective."""
-    return tuple(from_all(mesh, mine))
+    more: dict[str, Any] = {"mesh": mesh, "budget": budget, "progress": progress}
+    if apart:
+        mine = verify_sequential(title, config, open_packs, device, **more)
+    else:
+        mine = verify(title, config, open_packs(), device, **more)
+    alone = None
+    if one_process:
+        alone = compare_with_one_process(config, open_packs(), device, **more)
+    return RanksReport(title, tuple(from_all(mesh, mine)), alone)

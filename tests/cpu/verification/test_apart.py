@@ -20,11 +20,11 @@ from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.strategies import Executor
 from packgraph.verification import compared_run as side
-from packgraph.verification import sequential as apart
+from packgraph.verification import verify as apart
 from packgraph.verification.command import verify_problems
+from packgraph.verification.compare import DIFFERS
 from packgraph.verification.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
-from packgraph.verification.sequential import DIFFERS, SequentialRuns, verify_sequential
-from packgraph.verification.verify import VerifyReport, verify
+from packgraph.verification.verify import SequentialRuns, VerifyReport, verify, verify_sequential
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,7 @@
 """Digests of tensors: every bit and its place counts, strides and devices do not, and little memory
 is needed."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packgraph.verification.sequential import DIFFERS, Digest, Digester, first_digest_difference
+from packgraph.verification.compare import (
+    DIFFERS,
+    Digest,
+    Digester,
+    first_difference,
+    unequal_digests,
+)
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -194,20 +201,17 @@ def test_the_first_difference_of_digests_has_a_name() -> None:
     def digests(**values: Tensor) -> Any:
         return WHOLE.digests([{"kind": values}])[0]["kind"]
 
+    difference = partial(first_difference, differs=unequal_digests)
     known = digests(a=torch.ones(2), b=torch.zeros(3))
-    assert first_digest_difference(1, known, digests(a=torch.ones(2), b=torch.zeros(3))) is None
+    assert difference(1, known, digests(a=torch.ones(2), b=torch.zeros(3))) is None
     assert (
-        str(first_digest_difference(4, known, digests(a=torch.ones(2), b=torch.ones(3))))
+        str(difference(4, known, digests(a=torch.ones(2), b=torch.ones(3))))
         == f"step 4: b: {DIFFERS}"
     )
     assert "a: torch.float32 [2] against torch.int32 [2]" in str(
-        first_digest_difference(
-            1, known, digests(a=torch.ones(2).view(torch.int32), b=torch.zeros(3))
-        )
+        difference(1, known, digests(a=torch.ones(2).view(torch.int32), b=torch.zeros(3)))
     )
     assert "torch.float32 [3] against torch.float32 [4]" in str(
-        first_digest_difference(1, known, digests(a=torch.ones(2), b=torch.zeros(4)))
+        difference(1, known, digests(a=torch.ones(2), b=torch.zeros(4)))
     )
-    assert "b: only in the eager run" in str(
-        first_digest_difference(1, known, digests(a=torch.ones(2)))
-    )
+    assert "b: only in the eager run" in str(difference(1, known, digests(a=torch.ones(2))))

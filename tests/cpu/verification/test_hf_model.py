@@ -7,7 +7,7 @@ import torch
 
 from packgraph import cli
 from packgraph.train.config.reading import ConfigError
-from packgraph.verification.hf_model import read_hf_config, verify_hf_config
+from packgraph.verification.command import read_hf_config, verify_hf_config
 
 CPU = torch.device("cpu")
 CONFIG = {

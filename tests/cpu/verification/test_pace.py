@@ -12,8 +12,7 @@ from verifykit import one_capacity, packs_of_one
 from packgraph import cli
 from packgraph.verification import command
 from packgraph.verification.matrix import tiny_config
-from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import SILENT, VerificationProgress, verify
+from packgraph.verification.verify import SILENT, VerificationProgress, verify, verify_sequential
 
 CPU = torch.device("cpu")
 

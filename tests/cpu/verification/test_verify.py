@@ -17,9 +17,10 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train import strategies
 from packgraph.train.random_state import random_states
 from packgraph.verification import command
+from packgraph.verification.command import print_report
 from packgraph.verification.compare import first_difference
 from packgraph.verification.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
-from packgraph.verification.report import print_report
+from packgraph.verification.ranks import RanksReport
 from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_rows_of_every_size_are_counted(capsys: pytest.CaptureFixture[str]) -> N
         "run",
         rows=Counter({Capacity(1024, 32): 80, Capacity(512, 16, 128): 1, Capacity(512, 16): 2}),
     )
-    print_report(shown, Console(width=100))
+    print_report(RanksReport("run", (shown,), None), Console(width=100))
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "sizes of rows 512x16x128: 1, 512x16: 2, 1024x32: 80 replayed / fallbacks" in text
 

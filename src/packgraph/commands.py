@@ -1,0 +1,333 @@
+"""Commands of `packgraph` that have no module of their own: train, verify, plan, export, presets,
+completion.
+
+`cli.py` has the table of all, and imports this module once one of these is named. Each takes the
+words behind its name, returns the exit code, and raises what `cli.py` explains.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packgraph.bench.command import BENCHMARKS
+from packgraph.parallel.pipeline.schedule import (
+    legal_microbatches,
+    make_schedule,
+    slot_counts,
+    to_csv,
+)
+from packgraph.parallel.ranks import Launch
+from packgraph.train import launch
+from packgraph.train.checkpoint.weights import shape_layer
+from packgraph.train.config.command_line import (
+    COMMON,
+    all_options,
+    completion_script,
+    dotted,
+    leaves,
+    options_help,
+    parse_arguments,
+)
+from packgraph.train.config.commands import (
+    COMPLETION_USAGE,
+    EXPORT_USAGE,
+    PLAN_USAGE,
+    TRAIN_END,
+    TRAIN_USAGE,
+    VERIFY_USAGE,
+    CompletionArguments,
+    ExportArguments,
+    ScheduleArguments,
+    TrainArguments,
+    VerifyArguments,
+)
+from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
+from packgraph.train.config.reading import ConfigError, ConfigLayer, nearest, read_config
+from packgraph.train.config.values import CommandArguments
+from packgraph.train.data.command import DataArguments
+from packgraph.train.export import ChatArguments
+from packgraph.train.export import export as export_run
+from packgraph.train.features.live import live_layer
+from packgraph.train.plan import (
+    PlanArguments,
+    data_layers,
+    introduction,
+    is_data_plan,
+    plan_data,
+    plan_data_context,
+)
+from packgraph.train.plan_memory import USAGE, PlanMemoryArguments, plan_memory_choices
+from packgraph.train.run_folder import config_layer, run_of
+from packgraph.verification.command import verify_command, verify_hf_config
+from packgraph.viz.schedule import (
+    draw_svg,
+    draw_text,
+    make_picture,
+    picture_errors,
+    summarize,
+    title,
+)
+
+MOST_ACTIONS = 100_000  # of a schedule that is drawn
+
+
+def _read(command: str, words: list[str], own: Any) -> Any:
+    """The ParsedArguments of `words`; options of other commands are a problem of their own."""
+    # Which words are options does not depend on the preset, only their defaults do.
+    base = next(iter(PRESETS.values()))()
+    read = parse_arguments(words, own, base)
+    elsewhere = {
+        leaf.path: (name, leaf.option)
+        for name, others in (("train", TrainArguments()), ("verify", VerifyArguments()))
+        for leaf in leaves(others)
+        if leaf.path in read.overrides.values
+    }
+    known = [leaf.path for leaf in leaves(base)]
+    problems = list(read.overrides.problems)
+    for path, (name, shown_as) in elsewhere.items():
+        near = nearest(path, known)
+        meant = f"; did you mean --{near}?" if near.endswith(f".{path}") else ""
+        problems.append(
+            f"{shown_as}: is no option of `packgraph {command}`, but of `packgraph {name}`{meant}"
+        )
+    left = {path: value for path, value in read.overrides.values.items() if path not in elsewhere}
+    overrides = dataclasses.replace(read.overrides, values=left, problems=tuple(problems))
+    return read._replace(overrides=overrides)
+
+
+def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> Any:
+    """The configuration that words describe; None without a preset where help or nothing of it is
+    asked for.
+
+    more: layers between the file and the options. Raises ConfigError.
+    """
+    own, options = read.own, read.overrides
+    asks_to_resume = getattr(own, "resume", False)
+    resume = bool(asks_to_resume) or "run.resume" in dotted(options.values)
+    layers = [config_layer(own.config, resume)] if own.config is not None else []
+    name = preset_name or (layers[0].values.get("preset") if layers else None)
+    if not isinstance(name, str):
+        problems = list(options.problems)
+        if layers:
+            problems.append(
+                f'{own.config}: says no preset; add `preset = "{next(iter(PRESETS))}"`, or name '
+                "one on the command line"
+            )
+        elif options.values and not own.help:
+            problems.append(f"name a preset ({', '.join(PRESETS)}) or a --config file")
+        if problems:
+            raise ConfigError(problems)
+        return None
+    name, live = of_path(name)
+    if live is not None:
+        layers.insert(0, live)
+    base = preset(name)
+    last = [options]
+    if asks_to_resume:
+        last.append(ConfigLayer("--resume", {"run": {"resume": asks_to_resume}}))
+    layers += more
+    if isinstance(own, TrainArguments) and not own.help:
+        layers = [*data_layer(name, [*layers, *last]), *layers]
+    config = read_config(base, [*layers, *last])
+    init_from = config.run.init_from
+    if init_from is not None and not (
+        config.run.resume and not Path(init_from).expanduser().exists()
+    ):
+        layers.insert(0, shape_layer(init_from))
+        config = read_config(base, [*layers, *last])
+    if config.hf.path is not None:
+        layers.insert(0, live_layer(config.hf.path))
+        config = read_config(base, [*layers, *last])
+    if config.run.resume and own.config is not None:
+        # The run that goes on is the one the file lies in, wherever that folder is now.
+        layers.append(ConfigLayer(str(own.config), run_of(own.config)))
+        config = read_config(base, [*layers, *last])
+    return dataclasses.replace(config, preset=name)
+
+
+def _help(usage: str, own: Any) -> int:
+    print(f"{usage}\n{options_help(own)}")
+    return 0
+
+
+def _train_help(base: Any, every: bool) -> str:
+    """Text of `packgraph train --help` for the values in `base`; every: `--help all`."""
+    which = "Options" if every else "The options that most runs need"
+    text = f"{TRAIN_USAGE}\n{options_help(TrainArguments())}\n\n{which}, with the defaults of "
+    text += f"{base.preset}:\n"
+    if every:
+        return text + options_help(base)
+    end = TRAIN_END.format(preset=base.preset, others=len(all_options(base)) - len(COMMON))
+    return f"{text}{options_help(base, COMMON)}\n\n{end}"
+
+
+def train(words: list[str]) -> int:
+    """Trains a model, or explains how."""
+    read = _read("train", words, TrainArguments())
+    config = _configure(read, read.own.preset)
+    if read.own.help:
+        print(_train_help(config or next(iter(PRESETS.values()))(), read.own.help == "all"))
+        return 0
+    if config is None:
+        raise ConfigError(
+            [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
+        )
+    folder, summary = launch.train(config, dotted(read.overrides.values))
+    processes = Launch.read()
+    if processes.rank == 0:
+        lines = launch.closing_lines(config, folder, summary, processes)
+        print(*lines, sep="\n", file=sys.stderr)
+    return int(summary.get("exit_code", 0))
+
+
+def verify(words: list[str]) -> int:
+    """Compares eager training with graphs, of a preset, of the small models or of a config.json."""
+    read = _read("verify", words, VerifyArguments())
+    own = read.own
+    config = _configure(read, own.preset)
+    if own.help:
+        return _help(VERIFY_USAGE, VerifyArguments())
+    if own.hf_config is None:
+        if own.layers is not None:
+            raise ConfigError(["--layers is an option of --hf-config"])
+        good = verify_command(
+            config, own.steps, one_process=not own.skip_one_process, apart=own.apart
+        )
+        return 0 if good else 1
+    problems = ["--hf-config and a preset exclude each other"] if config is not None else []
+    problems += ["--apart is for presets, not for --hf-config"] if own.apart else []
+    for name, count in (("--steps", own.steps), ("--layers", own.layers)):
+        problems += [f"{name} must be at least 1"] if count is not None and count < 1 else []
+    if problems:
+        raise ConfigError(problems)
+    device = launch.choose_device("auto")
+    found = verify_hf_config(own.hf_config, device, steps=own.steps, layers=own.layers)
+    print(found)
+    return 0 if found else 1
+
+
+def _plan_data(words: list[str]) -> int:
+    read = _read("plan", words, PlanArguments())
+    own = read.own
+    if own.data in PRESETS and own.preset is None:  # DATA may be left out
+        own = dataclasses.replace(own, data=None, preset=own.data)
+    usual = next(iter(PRESETS)) if own.data is not None and own.config is None else None
+    preset = own.preset or usual
+    problems = own.problems(read.given)
+    if own.help:
+        return _help(introduction(), PlanArguments())
+    if preset is None and own.config is None and own.world is not None:
+        problems.append("--world: whose documents? For example: packgraph plan stdlib --world 8")
+    if problems:
+        raise ConfigError([*read.overrides.problems, *problems])
+    config = _configure(read, preset, data_layers(own.data))
+    if config is None:
+        return _help(introduction(), PlanArguments())
+    text = plan_data(config, own) if own.world is None else plan_data_context(config, own)
+    print(text, end="")
+    return 0
+
+
+def _plan_memory(words: list[str]) -> int:
+    read = _read("plan memory", words, PlanMemoryArguments())
+    own = read.own
+    if own.help:
+        return _help(USAGE, PlanMemoryArguments())
+    if problems := own.problems(read.given):
+        raise ConfigError([*read.overrides.problems, *problems])
+    preset = own.preset or (next(iter(PRESETS)) if own.config is None else None)
+    print(plan_memory_choices(_configure(read, preset), own), end="")
+    return 0
+
+
+def plan(words: list[str]) -> int:
+    """Draws a schedule, or plans buckets, rows over ranks or memory."""
+    if words[:1] == ["memory"]:
+        return _plan_memory(words[1:])
+    return _plan_data(words) if is_data_plan(words) else _plan_schedule(words)
+
+
+def _plan_schedule(words: list[str]) -> int:
+    asked = parse_arguments(words, ScheduleArguments()).own
+    if asked.help:
+        return _help(PLAN_USAGE, ScheduleArguments())
+    problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
+    actions = asked.ranks * asked.chunks * asked.microbatches
+    if max(actions, asked.microbatches) > MOST_ACTIONS:
+        problems.append(
+            f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a "
+            "picture shows"
+        )
+    else:
+        problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
+    if not problems:
+        schedule = make_schedule(asked.ranks, asked.chunks, asked.microbatches, asked.group)
+        picture = make_picture(schedule, asked.capacities, asked.buckets)
+        name = title(schedule, asked.group)
+        files = (asked.svg, lambda: draw_svg(picture, name)), (asked.csv, lambda: to_csv(schedule))
+        for path, text in files:
+            try:
+                if path is not None:
+                    path.write_text(text(), encoding="utf-8")
+            except OSError as error:
+                problems.append(f"{path}: cannot be written: {error.strerror}")
+    if problems:
+        told = "\n  ".join(["packgraph: error: this schedule cannot be drawn:", *problems])
+        print(told, file=sys.stderr)
+        return 2
+    slots = slot_counts(asked.ranks, asked.chunks, asked.group)
+    print(f"{name}\n{draw_text(picture)}\n{summarize(picture, slots)}", end="")
+    return 0
+
+
+def export(words: list[str]) -> int:
+    """Writes a run's checkpoint as Hugging Face weights."""
+    asked = parse_arguments(words, ExportArguments()).own
+    if asked.help:
+        return _help(EXPORT_USAGE, ExportArguments())
+    checkpoint = export_run(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
+    print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
+    return 0
+
+
+def presets(words: list[str]) -> int:
+    """Lists the presets."""
+    if words and words[0] not in ("-h", "--help"):
+        raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
+    for name, make in PRESETS.items():
+        print(f"{name:{max(map(len, PRESETS))}} {' '.join((make.__doc__ or '').split())}")
+    return 0
+
+
+def completion(words: list[str]) -> int:
+    """Prints a completion script."""
+    asked = parse_arguments(words, CompletionArguments()).own
+    if asked.help:
+        return _help(COMPLETION_USAGE, CompletionArguments())
+    config, names = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
+    planned = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]
+    options = {
+        "train": [*leaves(TrainArguments()), *config],
+        "verify": [*leaves(VerifyArguments()), *config],
+        "plan memory": [*leaves(PlanMemoryArguments()), *config],
+        "plan": list({leaf.option: leaf for leaf in planned}.values()),
+        "data": list(leaves(DataArguments())),
+        "export": list(leaves(ExportArguments())),
+        "chat": list(leaves(ChatArguments())),
+        "presets": list(leaves(CommandArguments())),
+        "completion": list(leaves(CompletionArguments())),
+        **{f"bench {name}": list(leaves(one.options())) for name, one in BENCHMARKS.items()},
+    }
+    arguments = {
+        "": tuple(dict.fromkeys(name.partition(" ")[0] for name in options)),
+        "train": names,
+        "verify": names,
+        "plan": ("stdlib", "memory", *names),
+        "data": ("build", "check"),
+        "bench": tuple(BENCHMARKS),
+        "completion": ("bash", "zsh", "fish"),
+    }
+    print(completion_script(asked.shell, options, arguments), end="")
+    return 0
