@@ -199,7 +199,9 @@ COMMANDS: Mapping[str, Command] = {
         "export RUN DIR",
         "write a run's newest checkpoint as Hugging Face weights",
     ),
-    "chat": Command("packgraph.train.export:chat_command", "chat RUN", "try what a run has trained"),
+    "chat": Command(
+        "packgraph.train.export:chat_command", "chat RUN", "try what a run has trained"
+    ),
     "presets": Command(f"{OWN}:presets", "presets", "list the presets"),
     "completion": Command(
         f"{OWN}:completion",

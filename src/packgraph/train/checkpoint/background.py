@@ -3,9 +3,11 @@
     main thread   step ─ copy to the host ─ step ─ step ─ step ─ ... ─ wait ─ copy ─ step
     save thread                          └ write, checksum, rename, prune ┘        └ write ...
 
-The main thread waits only for copies of the tensors (`staging.py`); a thread of its own does all
-that `save_checkpoint` does. The invariants:
+The main thread waits only for copies of the tensors, in host memory that is kept for the next
+checkpoint and page-locked for CUDA; a thread of its own does all that `save_checkpoint` does, while
+training changes the tensors and captures graphs. The invariants:
 
+* A copy holds the bits, the shape and the place in its whole of what it is a copy of.
 * A checkpoint is the one that a save at once would have written, or is not there.
 * One save is under way at a time; the next one waits for it.
 * The thread asks nothing of the device: a capture in another thread would fail by it. It draws no
@@ -15,10 +17,12 @@ that `save_checkpoint` does. The invariants:
 """
 
 import copy
+import math
 import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +32,79 @@ from torch import Tensor
 from packgraph.graphs.checks.random_state import QUIET_THREAD
 from packgraph.parallel.heartbeat import Whereabouts, is_broken_connection
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pieces import Pieces, parts_of
 from packgraph.parallel.ranks import beside, from_all
-from packgraph.train.checkpoint.staging import Staging, staged_bytes
 from packgraph.train.checkpoint.writer import save_checkpoint
 from packgraph.train.memory import available_memory
 from packgraph.train.node_folders import NodeFolders
 from packgraph.train.outcome import Outcome
 
 MOST = 0.5  # of the free host memory may be taken for copies
+ALIGNMENT = 64  # bytes between the beginnings of copies are a multiple of it
+
+
+class Staging:
+    """Host memory for one checkpoint of a rank.
+
+    Attributes:
+        nbytes: Its size.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take memory for copies of `tensors`, page-locked if they are on CUDA.
+
+        Raises:
+            RuntimeError: If there is not so much, or it cannot be locked.
+        """
+        self.nbytes = staged_bytes(tensors)
+        # Not `pin_memory=True`: torch rounds pinned memory up to the next power of two.
+        self._block = torch.empty(self.nbytes, dtype=torch.uint8)
+        self._block.zero_()  # pages are there from now on, and not at the first copy
+        self._locked = device.type == "cuda" and self.nbytes > 0
+        if self._locked:
+            address = self._block.data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+        self._device = device
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of `tensors`, of the same names, shapes and dtypes as before; waits for them. The
+        memory is that of the last copies."""
+        staged: dict[str, Tensor] = {}
+        start = 0
+        for name, tensor in tensors.items():
+            pieces = []
+            for offsets, part in parts_of(tensor):
+                copy = _within(self._block, start, part)
+                copy.copy_(part, non_blocking=self._locked)
+                pieces.append((offsets, copy))
+                start += _padded(part)
+            staged[name] = Pieces(tensor.shape, tensor.dtype, pieces)
+        if self._locked:
+            torch.cuda.current_stream(self._device).synchronize()
+        return staged
+
+    def close(self) -> None:
+        """Unlock the memory. Copies stay good, as long as somebody has them."""
+        if self._locked:
+            self._locked = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr()))
+
+
+def staged_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Size of the host memory that copies of `tensors` take."""
+    return sum(_padded(part) for tensor in tensors.values() for _, part in parts_of(tensor))
+
+
+def _padded(part: Tensor) -> int:
+    return math.ceil(part.numel() * part.element_size() / ALIGNMENT) * ALIGNMENT
+
+
+def _within(block: Tensor, start: int, part: Tensor) -> Tensor:
+    """A tensor like `part` whose storage is some bytes of the block: torch writes a storage as a
+    whole, and would first copy what is less than that."""
+    stop = start + part.numel() * part.element_size()
+    own = torch.from_numpy(block.numpy()[start:stop])
+    return own.view(part.dtype).view(part.shape)
 
 
 class Saves:
@@ -118,43 +187,31 @@ class Saves:
             CheckpointError: If it cannot be written, or the one before could not.
         """
         self.wait()
+        save = partial(
+            save_checkpoint,
+            self._folder,
+            step,
+            keep=self._keep,
+            best=best,
+            nodes=self._nodes,
+            pinned=pinned,
+        )
         if not in_background or self._staging is None:
-            self._save(self._mesh, step, tensors, state, best, pinned, False)
+            self._whereabouts.checkpoint = str(save(tensors, state, mesh=self._mesh))
             return
         staged, described = self._staging.stage(tensors), copy.deepcopy(state)
         outcome = self._outcome
 
-        def save() -> None:
+        def save_beside() -> None:
             with outcome:
-                self._save(self._beside, step, staged, described, best, pinned, True)
+                saved = save(staged, described, mesh=self._beside, staged=True)
+                self._whereabouts.checkpoint = str(saved)
 
         # A daemon: a process that fails while another rank is gone must not wait for that rank.
-        self._thread = threading.Thread(target=save, name=f"{QUIET_THREAD}-save", daemon=True)
-        self._thread.start()
-
-    def _save(
-        self,
-        mesh: Mesh,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        best: int | None,
-        pinned: Collection[int],
-        staged: bool,
-    ) -> None:
-        saved = save_checkpoint(
-            self._folder,
-            step,
-            tensors,
-            state,
-            self._keep,
-            mesh,
-            best,
-            self._nodes,
-            pinned,
-            staged=staged,
+        self._thread = threading.Thread(
+            target=save_beside, name=f"{QUIET_THREAD}-save", daemon=True
         )
-        self._whereabouts.checkpoint = str(saved)
+        self._thread.start()
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, whether it succeeds or not."""

@@ -10,7 +10,7 @@ a tensor must cover it exactly once, each with bytes that its file has.
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def read_metadata_file(path: Path) -> metadata.Metadata:
     try:
         with path.open("rb") as stream:
             found = _MetadataUnpickler(stream).load()
+        fault = next(_faults(found), None)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except pickle.UnpicklingError as error:
@@ -103,12 +104,13 @@ def read_metadata_file(path: Path) -> metadata.Metadata:
         MemoryError,
         RuntimeError,
     ) as error:
-        # What pickle documents that damaged bytes may raise besides UnpicklingError, and what
-        # torch's classes raise.
+        # What pickle documents that damaged bytes may raise besides UnpicklingError, what torch's
+        # classes raise, and those without one of their fields or with something else in it.
         raise CheckpointError(
             f"{path}: damaged or not a checkpoint's metadata ({error})"
         ) from error
-    _check_entries(found, path)
+    if fault:
+        raise CheckpointError(f"{path}: refused: {fault}")
     return found
 
 
@@ -116,10 +118,8 @@ def tensor_entries(path: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """Name → dtype and size of all tensors of a checkpoint, from its metadata file. Raises
     CheckpointError."""
     found = read_metadata_file(path)
-    files = {name: path.parent / name for name in files_of(found)}
-    check_extents(
-        found, {name: file.stat().st_size for name, file in files.items() if file.is_file()}, path
-    )
+    files = [path.with_name(name) for name in files_of(found)]
+    check_extents(found, {one.name: one.stat().st_size for one in files if one.is_file()}, path)
     return {
         name: entry
         for name, entry in found.state_dict_metadata.items()
@@ -130,49 +130,6 @@ def tensor_entries(path: Path) -> dict[str, metadata.TensorStorageMetadata]:
 def files_of(found: metadata.Metadata) -> list[str]:
     """Names of all files that hold tensors, sorted."""
     return sorted({place.relative_path for place in found.storage_data.values()})
-
-
-def _check_entries(found: Any, path: Path) -> None:
-    """Refuse metadata of a wrong shape, entries that are no tensors, files outside the folder, and
-    tensors that are not stored as a whole."""
-    checks: list[tuple[Callable[[], bool], str]] = [
-        (lambda: isinstance(found, metadata.Metadata), "its top level is no metadata"),
-        (
-            lambda: (
-                isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)
-            ),
-            "its tables are missing",
-        ),
-        (
-            lambda: all(
-                isinstance(name, str) and isinstance(entry, metadata.TensorStorageMetadata)
-                for name, entry in found.state_dict_metadata.items()
-            ),
-            "it holds entries that are no tensors",
-        ),
-        (
-            lambda: all(
-                isinstance(place, _StorageInfo)
-                and not getattr(place, "transform_descriptors", None)
-                and isinstance(place.relative_path, str)
-                and Path(place.relative_path).name == place.relative_path
-                for place in found.storage_data.values()
-            ),
-            "it names files outside its folder",
-        ),
-    ]
-    for holds, reason in checks:
-        if not holds():
-            raise CheckpointError(f"{path}: refused: {reason}")
-    try:
-        problem = next(_incomplete(found), None)
-    except (
-        AttributeError,
-        TypeError,
-    ) as error:  # a class without one of its fields, or with something else in it
-        raise CheckpointError(f"{path}: refused: {error}") from error
-    if problem:
-        raise CheckpointError(f"{path}: refused: {problem}")
 
 
 def check_extents(found: metadata.Metadata, sizes: dict[str, int], path: Path) -> None:
@@ -189,39 +146,51 @@ def check_extents(found: metadata.Metadata, sizes: dict[str, int], path: Path) -
             )
 
 
-def _incomplete(found: metadata.Metadata) -> Iterator[str]:
-    """Faults of the chunks of tensors and of the places of their bytes."""
+def _faults(found: Any) -> Iterator[str]:
+    """Faults of metadata: their form, files outside the folder, entries that are no tensors, and
+    tensors that are not stored as a whole."""
+    if not isinstance(found, metadata.Metadata):
+        yield "its top level is no metadata"
+    entries, places = found.state_dict_metadata, found.storage_data
+    if not (isinstance(entries, dict) and isinstance(places, dict)):
+        yield "its tables are missing"
+    if not all(
+        isinstance(name, str) and isinstance(entry, metadata.TensorStorageMetadata)
+        for name, entry in entries.items()
+    ):
+        yield "it holds entries that are no tensors"
+    if not all(
+        isinstance(place, _StorageInfo)
+        and not getattr(place, "transform_descriptors", None)
+        and isinstance(place.relative_path, str)
+        and Path(place.relative_path).name == place.relative_path
+        for place in places.values()
+    ):
+        yield "it names files outside its folder"
     expected: set[tuple[str, tuple[int, ...]]] = set()
-    for name, entry in found.state_dict_metadata.items():
-        if (
-            not isinstance(entry, metadata.TensorStorageMetadata)
-            or not _are_sizes(entry.size)
-            or not isinstance(entry.properties.dtype, torch.dtype)
-        ):
+    for name, entry in entries.items():
+        kind = entry.properties.dtype
+        if not (_are_sizes(entry.size) and isinstance(kind, torch.dtype)):
             yield f"{name} has no size and dtype"
-            continue
         for chunk in entry.chunks:
-            if (
-                not isinstance(chunk, metadata.ChunkStorageMetadata)
-                or not _are_sizes(chunk.offsets)
-                or not _are_sizes(chunk.sizes)
+            if not (
+                isinstance(chunk, metadata.ChunkStorageMetadata)
+                and _are_sizes(chunk.offsets)
+                and _are_sizes(chunk.sizes)
             ):
                 yield f"{name} has a chunk without offsets and sizes of at least 0"
-                return
-            place = found.storage_data.get(metadata.MetadataIndex(name, chunk.offsets))
+            place = places.get(metadata.MetadataIndex(name, chunk.offsets))
             if place is None:
                 yield f"a chunk of {name} lies in no file"
             elif not (_is_count(place.offset) and _is_count(place.length)):
                 yield f"a chunk of {name} lies at no place in its file"
-            elif math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
+            elif math.prod(chunk.sizes) * kind.itemsize > place.length:
                 yield f"a chunk of {name} is larger than the bytes that are stored of it"
             expected.add((name, tuple(chunk.offsets)))
-        if not covers(
-            tuple(entry.size),
-            [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks],
-        ):
+        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        if not covers(tuple(entry.size), chunks):
             yield f"the chunks of {name} do not cover it exactly once"
-    stored = {(index.fqn, tuple(index.offset or ())) for index in found.storage_data}
+    stored = {(index.fqn, tuple(index.offset or ())) for index in places}
     if not stored <= expected:
         yield f"bytes of {min(stored - expected)[0]} belong to no chunk"
 
@@ -238,10 +207,8 @@ def covers(shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[
     """Tells whether chunks (offsets and sizes) fill a tensor of `shape` without gap or overlap."""
     dims = range(len(shape))
     for offsets, sizes in chunks:
-        if (
-            len(offsets) != len(shape)
-            or len(sizes) != len(shape)
-            or any(offsets[dim] + sizes[dim] > shape[dim] for dim in dims)
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offsets[dim] + sizes[dim] > shape[dim] for dim in dims
         ):
             return False
     if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
-    STATE,
     FoundCheckpoint,
     best_checkpoint,
     load_state,
@@ -25,7 +24,10 @@ def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) 
     device_type: of the run, `cpu` or `cuda`. best: that of the lowest loss; no other is taken where
     it is damaged. Raises CheckpointError.
     """
-    found = _best(folder) if best else newest_whole_checkpoint(folder, NEEDED)
+    named = best_checkpoint(folder) if best else None
+    found = None if best else newest_whole_checkpoint(folder, NEEDED)
+    if named is not None:
+        found = FoundCheckpoint(named, *load_state(named, NEEDED), ())
     if found is None:
         raise CheckpointError(f"{folder}: there is no checkpoint to resume from")
     wrong = [
@@ -69,13 +71,3 @@ def how_to_go_on(folder: Path, newest: str, learning_rate: float) -> str:
         + f"--optimizer.learning-rate {learning_rate / 3:.2g} (or a lower "
         "--optimizer.clip-norm), or look at the data of this step"
     )
-
-
-def _best(folder: Path) -> FoundCheckpoint | None:
-    path = best_checkpoint(folder)
-    if path is None:
-        return None
-    step, state = load_state(path)
-    if missing := [key for key in NEEDED if key not in state]:
-        raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
-    return FoundCheckpoint(path, step, state, ())

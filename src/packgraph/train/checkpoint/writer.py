@@ -82,6 +82,15 @@ class StoredState(NamedTuple):
     files: dict[str, tuple[int, str]]
 
 
+class FoundCheckpoint(NamedTuple):
+    """A whole checkpoint. damaged: what is wrong with each newer one that was passed over."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    damaged: tuple[str, ...]
+
+
 def step_of(path: Path) -> int | None:
     """The step that a checkpoint's folder is named after; None for other folders."""
     match = re.fullmatch(r"step-(\d{8,18})", path.name)
@@ -89,7 +98,10 @@ def step_of(path: Path) -> int | None:
 
 
 def describe(
-    folder: Path, step: int, state: Mapping[str, Any], sent: Mapping[str, str] | None = None
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    sent: Mapping[str, str],
 ) -> None:
     """Write state.json for the files in `folder`, after all that its metadata name were found.
 
@@ -106,22 +118,18 @@ def describe(
     found = read_metadata_file(folder / METADATA)
     missing = [name for name in files_of(found) if not (folder / name).is_file()]
     if missing:
-        shown = ", ".join(missing[:8]) + (
-            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        )
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise CheckpointError(
-            f"{folder}: {shown}: written by other processes, but not to be seen by rank 0: the "
-            "checkpoint would not be "
-            "whole. All nodes must write to one shared file system: give a path on it as "
-            "--run.folder, or say --run.per-node-folder"
+            f"{folder}: {', '.join(missing[:8])}{more}: written by other processes, but not to be "
+            "seen by rank 0: the checkpoint would not be whole. All nodes must write to one shared "
+            "file system: give a path on it as --run.folder, or say --run.per-node-folder"
         )
     files = {path.name: (path.stat().st_size, digest_of(path)) for path in sorted(folder.iterdir())}
-    if changed := [name for name, digest in (sent or {}).items() if files[name][1] != digest]:
+    if changed := [name for name, digest in sent.items() if files[name][1] != digest]:
         raise CheckpointError(f"{folder / changed[0]}: is not what its rank has sent")
     check_extents(found, {name: size for name, (size, _) in files.items()}, folder / METADATA)
-    write_state(
-        folder / STATE, {"format": FORMAT, "step": step, "files": files, "state": dict(state)}
-    )
+    content = {"format": FORMAT, "step": step, "files": files, "state": dict(state)}
+    write_state(folder / STATE, content)
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:
@@ -152,8 +160,7 @@ def read_state(path: Path) -> StoredState:
     if content["format"] == OLD_FORMAT and CHECKSUM not in content:
         warnings.warn(
             f"{file}: written before state.json had a checksum; damage of it may go unnoticed "
-            "until the next "
-            "checkpoint",
+            "until the next checkpoint",
             PackgraphWarning,
             stacklevel=2,
         )
@@ -161,77 +168,56 @@ def read_state(path: Path) -> StoredState:
         raise CheckpointError(
             f"{file}: damaged: its contents are not what was written (its checksum differs)"
         )
-    return StoredState(_step(content, path), _state(content, file), _files(content, file))
+    step, state, files = (content.get(name) for name in ("step", "state", "files"))
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise CheckpointError(f"{file}: damaged: its step is {step!r}")
+    if step_of(path) not in (None, step):
+        raise CheckpointError(
+            f"{file}: damaged: it is of step {step}, its folder is of step {step_of(path)}"
+        )
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: damaged: it has no state")
+    if not isinstance(files, dict) or METADATA not in files:
+        raise CheckpointError(f"{file}: damaged: its list of files lacks {METADATA}")
+    for name, entry in files.items():
+        match entry:
+            case [int(size), str(digest)] if type(size) is int and size >= 0:
+                is_good = Path(name).name == name and re.fullmatch(r"[0-9a-f]{64}", digest)
+            case _:
+                is_good = None
+        if not is_good:
+            raise CheckpointError(
+                f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
+            )
+    return StoredState(
+        step, state, {name: (size, digest) for name, (size, digest) in files.items()}
+    )
 
 
 def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
     """Hold all files of the checkpoint at `path` against its manifest. Raises CheckpointError
     naming the file."""
     for name, (size, digest) in files.items():
-        _check_file(path / name, size, digest)
-    found = read_metadata_file(path / METADATA)
-    missing = [name for name in files_of(found) if name not in files]
+        file = path / name
+        try:
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing; the checkpoint is damaged")
+            if (found := file.stat().st_size) != size:
+                raise CheckpointError(f"{file}: damaged: {found} bytes, {size} were written")
+            if digest_of(file) != digest:
+                raise CheckpointError(
+                    f"{file}: damaged: its contents are not what was written (SHA-256 differs)"
+                )
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    stored = read_metadata_file(path / METADATA)
+    missing = [name for name in files_of(stored) if name not in files]
     if missing:
         raise CheckpointError(
             f"{path / STATE}: damaged: it does not list {', '.join(missing[:8])}, which hold "
             "tensors"
         )
-    check_extents(found, {name: size for name, (size, _) in files.items()}, path / METADATA)
-
-
-def _step(content: Mapping[str, Any], path: Path) -> int:
-    step, named = content.get("step"), step_of(path)
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointError(f"{path / STATE}: damaged: its step is {step!r}")
-    if named is not None and named != step:
-        raise CheckpointError(
-            f"{path / STATE}: damaged: it is of step {step}, its folder is of step {named}"
-        )
-    return step
-
-
-def _state(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    state = content.get("state")
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file}: damaged: it has no state")
-    return state
-
-
-def _files(content: Mapping[str, Any], file: Path) -> dict[str, tuple[int, str]]:
-    files = content.get("files")
-    if not isinstance(files, dict) or METADATA not in files:
-        raise CheckpointError(f"{file}: damaged: its list of files lacks {METADATA}")
-    for name, entry in files.items():
-        good = (
-            Path(name).name == name
-            and isinstance(entry, list)
-            and len(entry) == 2
-            and type(entry[0]) is int
-            and entry[0] >= 0
-            and isinstance(entry[1], str)
-            and re.fullmatch(r"[0-9a-f]{64}", entry[1])
-        )
-        if not good:
-            raise CheckpointError(
-                f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
-            )
-    return {name: (size, digest) for name, (size, digest) in files.items()}
-
-
-def _check_file(path: Path, size: int, digest: str) -> None:
-    try:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; the checkpoint is damaged")
-        if path.stat().st_size != size:
-            raise CheckpointError(
-                f"{path}: damaged: {path.stat().st_size} bytes, {size} were written"
-            )
-        if digest_of(path) != digest:
-            raise CheckpointError(
-                f"{path}: damaged: its contents are not what was written (SHA-256 differs)"
-            )
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    check_extents(stored, {name: size for name, (size, _) in files.items()}, path / METADATA)
 
 
 LATEST = "latest"
@@ -364,15 +350,6 @@ def _pointed(folder: Path, pointer: str) -> Path | None:
     return named if step_of(named) is not None and named.is_dir() else None
 
 
-class FoundCheckpoint(NamedTuple):
-    """A whole checkpoint. damaged: what is wrong with each newer one that was passed over."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    damaged: tuple[str, ...]
-
-
 def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> FoundCheckpoint | None:
     """The checkpoint `latest` names if it is as it was written, else the next lower one that is;
     None without any.
@@ -388,31 +365,26 @@ def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> Found
     newest = latest_checkpoint(folder)
     if newest is None:
         return None
-    limit, others = (
-        step_of(newest) or 0,
-        [path for path in checkpoints_by_step(folder) if path != newest],
-    )
+    limit = step_of(newest) or 0
+    others = [path for path in checkpoints_by_step(folder) if path != newest]
     # Higher steps than the named one are of a history that the run has left; they come last.
     others.sort(key=lambda path: (step_of(path) or 0) > limit)
     damaged: list[str] = []
     for path in (newest, *others):
         try:
-            step, state = load_state(path)
-            missing = [key for key in needed if key not in state]
-            if missing:
-                raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
+            return FoundCheckpoint(path, *load_state(path, needed), tuple(damaged))
         except CheckpointError as error:
             damaged.append(str(error))
-            continue
-        return FoundCheckpoint(path, step, state, tuple(damaged))
     raise CheckpointError(f"{damaged[0]}; there is no other checkpoint that is whole in {folder}")
 
 
-def load_state(path: Path) -> tuple[int, dict[str, Any]]:
-    """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError
-    naming the file."""
+def load_state(path: Path, needed: Collection[str] = ()) -> tuple[int, dict[str, Any]]:
+    """Step and JSON state of a checkpoint, after all its files were checked. needed: keys that the
+    state must have. Raises CheckpointError naming the file."""
     step, state, files = read_state(path)
     check_files(path, files)
+    if missing := [key for key in needed if key not in state]:
+        raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
     return step, state
 
 
@@ -455,7 +427,8 @@ def load_tensors(
             f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more
         )
     try:
-        with _single_process_is_meant():
+        # Torch warns when no process group exists; a run on one device means exactly that.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
         failure = _first_failure(error)
@@ -481,17 +454,13 @@ def _write_tensors(
         _save_state_dict(
             dict(tensors), writer, mesh.host_group, no_dist=not distributed.is_initialized()
         )
-    except CheckpointException as error:
+    except (CheckpointException, RuntimeError) as error:
         if is_broken_connection(error):
             raise
         failure = _first_failure(error)
-        raise (
-            failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure))
-        ) from error
-    except RuntimeError as error:
-        if is_broken_connection(error):
-            raise
-        raise OSError(_short_of_space(folder, error)) from error
+        if isinstance(failure, OSError):
+            raise failure from error
+        raise OSError(_short_of_space(folder, failure)) from error
 
 
 def _short_of_space(folder: Path, failure: BaseException) -> str:
@@ -509,14 +478,11 @@ def _shown(failure: BaseException) -> str:
     return (str(failure).splitlines() or [type(failure).__name__])[0]
 
 
-def _first_failure(error: CheckpointException) -> BaseException:
-    """The cause of the first failing rank: an exception, wrapped with its traceback."""
-    return next(iter(error.failures.values()))[0]
-
-
-def _single_process_is_meant() -> Any:
-    """Torch warns when no process group exists; a run on one device means exactly that."""
-    return warnings.catch_warnings(action="ignore", category=UserWarning)
+def _first_failure(error: BaseException) -> BaseException:
+    """The cause of the first failing rank, which torch wraps with its traceback."""
+    return (
+        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    )
 
 
 def remove_leftovers(folder: Path) -> None:
