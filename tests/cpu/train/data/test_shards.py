@@ -12,6 +12,7 @@ import sys
 import time
 from itertools import islice
 from multiprocessing import resource_tracker, util
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,12 +184,8 @@ def test_a_worker_that_ends_or_stops_as_it_starts_ends_the_build(tmp_path, monke
 @pytest.mark.parametrize("error", [BrokenPipeError, ValueError("bad value(s) in fds_to_keep")])
 def test_a_worker_killed_while_another_one_starts_ends_the_build(tmp_path, monkeypatch, error):
     """Its pipes are closed, or have the numbers of others."""
-
-    def spawned(*words):
-        raise error
-
     resource_tracker.ensure_running()
-    monkeypatch.setattr(util, "spawnv_passfds", spawned)
+    monkeypatch.setattr(util, "spawnv_passfds", Mock(side_effect=error))
     config = write_rows(tmp_path / "rows.jsonl", 4)
     with pytest.raises(DataError, match=r"was killed.* same command again"):
         build_shards(config, tmp_path / "shards", workers=2, rows_per_shard=2)
