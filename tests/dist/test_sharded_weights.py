@@ -13,7 +13,7 @@ from memorykit import counting
 from shardedkit import settings
 
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.models import stored_values
+from packgraph.models import values
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import save_pretrained
@@ -174,8 +174,8 @@ def misread(mesh, folder):
     def wrong(start, sizes, origin):
         return right(start, sizes, start)
 
-    right = stored_values.region
-    with mock.patch.object(stored_values, "region", wrong):
+    right = values.region
+    with mock.patch.object(values, "region", wrong):
         whole, parts = both(mesh, Layout(dp=2), DEEP, folder)
     return not all(torch.equal(*two) for two in zip(whole, parts, strict=True))
 

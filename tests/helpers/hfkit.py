@@ -8,7 +8,7 @@ import torch
 from model_batches import hand_batch, random_documents
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.models.hf import save_pretrained
+from packgraph.models.hf import load_pretrained, save_pretrained
 from packgraph.models.hf_families import family_of
 
 # Two float32 programs that sum up to 64 terms in different order through up to three layers:
@@ -42,6 +42,23 @@ def randomised(config: DecoderConfig, seed: int) -> DecoderModel:
         ] + biases:
             tensor.add_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def saved_and_loaded(
+    config: DecoderConfig, folder: Path, shard_bytes: int | None = None
+) -> DecoderConfig:
+    """The config that a checkpoint of a randomised model is loaded with; its tensors are the
+    model's, and its files whole."""
+    model = randomised(config, seed=1)
+    save_pretrained(model, folder, max_shard_bytes=shard_bytes)
+    loaded, found = load_pretrained(folder)
+    before, after = model.state_dict(), loaded.state_dict()
+    assert loaded.config == found and before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    files = {file.name for file in folder.iterdir()}
+    assert ("model.safetensors" in files) == (shard_bytes is None)
+    assert not any(file.endswith(".tmp") for file in files)
+    return found
 
 
 def theirs_from(folder: Path, implementation: str = "sdpa") -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from packgraph.models import initial
+from packgraph.models import values
 from packgraph.parallel import deferred
 
 
@@ -57,6 +57,6 @@ def counting() -> Iterator[LiveBytes]:
             function(argument)
 
     with contextlib.ExitStack() as stack:
-        for owner in (deferred, initial):
+        for owner in (deferred, values):
             stack.enter_context(mock.patch.object(owner, "in_threads", one_after_another))
         yield stack.enter_context(LiveBytes())

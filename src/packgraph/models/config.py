@@ -27,6 +27,24 @@ LARGEST = {
 }
 
 
+def _numbers(section: Any, positive: str = "", natural: str = "") -> dict[str, bool]:
+    """Problems of the numbers of these names in `section`, with whether they are there."""
+    problems = {
+        f"{name} is {getattr(section, name)}, must not be negative": getattr(section, name) < 0
+        for name in natural.split()
+    }
+    return problems | {
+        f"{name} is {getattr(section, name)}, must be positive": getattr(section, name) <= 0
+        for name in positive.split()
+    }
+
+
+def _refuse(section: Any, problems: Mapping[str, bool]) -> None:
+    """Raises ValueError with all `problems` that are there."""
+    if reasons := [text for text, is_there in problems.items() if is_there]:
+        raise ValueError(f"{type(section).__name__} cannot be built: " + "; ".join(reasons))
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary positions stretched to longer documents than a model was trained on first (YaRN);
@@ -50,22 +68,13 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        reasons = [
-            f"{name} is {getattr(self, name)}, must be positive"
-            for name in ("original_positions", "beta_fast", "beta_slow")
-            if getattr(self, name) <= 0
-        ]
-        reasons += [
-            f"{name} is {getattr(self, name)}, must not be negative"
-            for name in ("mscale", "mscale_all_dim")
-            if getattr(self, name) < 0
-        ]
-        if self.factor < 1.0:
-            reasons.append(f"factor is {self.factor}, must be at least 1")
-        if 0 < self.beta_fast < self.beta_slow:
-            reasons.append(f"beta_fast {self.beta_fast} is less than beta_slow {self.beta_slow}")
-        if reasons:
-            raise ValueError("RopeScaling cannot be built: " + "; ".join(reasons))
+        low = 0 < self.beta_fast < self.beta_slow
+        problems = {
+            f"factor is {self.factor}, must be at least 1": self.factor < 1.0,
+            f"beta_fast {self.beta_fast} is less than beta_slow {self.beta_slow}": low,
+        }
+        positive, natural = "original_positions beta_fast beta_slow", "mscale mscale_all_dim"
+        _refuse(self, _numbers(self, positive, natural) | problems)
 
     @property
     def enabled(self) -> bool:
@@ -110,27 +119,15 @@ class LatentConfig:
     scaling: RopeScaling = field(default_factory=RopeScaling)
 
     def __post_init__(self) -> None:
-        reasons = [
-            f"{name} is {getattr(self, name)}, must not be negative"
-            for name in ("kv_rank", "query_rank")
-            if getattr(self, name) < 0
-        ]
-        reasons += [
-            f"{name} is {getattr(self, name)}, must be positive"
-            for name in ("nope_dim", "rope_dim", "value_dim")
-            if getattr(self, name) <= 0
-        ]
-        if self.rope_dim % 2:
-            reasons.append(
-                f"rope_dim {self.rope_dim} is odd; rotary embedding turns pairs of columns"
-            )
-        if self.scaling.enabled and not self.enabled:
-            reasons.append(
-                f"scaling.factor is {self.scaling.factor}, but without kv_rank positions cannot be "
-                "scaled"
-            )
-        if reasons:
-            raise ValueError("LatentConfig cannot be built: " + "; ".join(reasons))
+        problems = {
+            f"rope_dim {self.rope_dim} is odd; rotary embedding turns pairs of columns": (
+                self.rope_dim % 2 != 0
+            ),
+            f"scaling.factor is {self.scaling.factor}, but without kv_rank positions cannot be "
+            "scaled": self.scaling.enabled and not self.enabled,
+        }
+        numbers = _numbers(self, "nope_dim rope_dim value_dim", "kv_rank query_rank")
+        _refuse(self, numbers | problems)
 
     @property
     def enabled(self) -> bool:
@@ -195,8 +192,24 @@ class ExpertConfig:
     drop_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if reasons := _illegal_experts(self):
-            raise ValueError("ExpertConfig cannot be built: " + "; ".join(reasons))
+        natural = (
+            "count latent_size shared first_dense bias_rate load_loss batch_loss document_loss "
+            "z_loss drop_factor"
+        )
+        positive = "per_token intermediate_size groups groups_kept scaling"
+        _refuse(self, _numbers(self, positive if self.count > 0 else "", natural))
+        if not self.enabled:
+            return
+        even, reach = self.count % self.groups == 0, self.count // self.groups * self.groups_kept
+        problems = {
+            f"count {self.count} is no multiple of groups {self.groups}": not even,
+            f"groups_kept {self.groups_kept} is more than groups {self.groups}": (
+                even and self.groups_kept > self.groups
+            ),
+            f"per_token {self.per_token} is more than the experts a token can choose from "
+            f"({reach})": even and self.groups_kept <= self.groups and self.per_token > reach,
+        }
+        _refuse(self, problems)
 
     @property
     def enabled(self) -> bool:
@@ -206,45 +219,6 @@ class ExpertConfig:
     def has_layer(self, index: int) -> bool:
         """Returns whether layer `index` has experts."""
         return self.enabled and index >= self.first_dense
-
-
-def _illegal_experts(config: ExpertConfig) -> list[str]:
-    """Every reason why `config` describes no experts."""
-    reasons = [
-        f"{name} is {getattr(config, name)}, must not be negative"
-        for name in (
-            "count",
-            "latent_size",
-            "shared",
-            "first_dense",
-            "bias_rate",
-            "load_loss",
-            "batch_loss",
-            "document_loss",
-            "z_loss",
-            "drop_factor",
-        )
-        if getattr(config, name) < 0
-    ]
-    if config.count <= 0:
-        return reasons
-    reasons += [
-        f"{name} is {getattr(config, name)}, must be positive"
-        for name in ("per_token", "intermediate_size", "groups", "groups_kept", "scaling")
-        if getattr(config, name) <= 0
-    ]
-    if reasons:
-        return reasons
-    if config.count % config.groups:
-        reasons.append(f"count {config.count} is no multiple of groups {config.groups}")
-    elif config.groups_kept > config.groups:
-        reasons.append(f"groups_kept {config.groups_kept} is more than groups {config.groups}")
-    elif config.per_token > config.count // config.groups * config.groups_kept:
-        reasons.append(
-            f"per_token {config.per_token} is more than the experts a token can choose from "
-            f"({config.count // config.groups * config.groups_kept})"
-        )
-    return reasons
 
 
 @dataclass(frozen=True)
@@ -271,20 +245,10 @@ class MambaConfig:
     smallest_step: float = 0.0
 
     def __post_init__(self) -> None:
-        reasons = [
-            f"{name} is {getattr(self, name)}, must not be negative"
-            for name in ("num_heads", "smallest_step")
-            if getattr(self, name) < 0
-        ]
-        reasons += [
-            f"{name} is {getattr(self, name)}, must be positive"
-            for name in ("head_dim", "state", "groups", "conv_width", "chunk")
-            if getattr(self, name) <= 0
-        ]
-        if self.groups > 0 and self.num_heads % self.groups:
-            reasons.append(f"num_heads {self.num_heads} is no multiple of groups {self.groups}")
-        if reasons:
-            raise ValueError("MambaConfig cannot be built: " + "; ".join(reasons))
+        uneven = self.groups > 0 and self.num_heads % self.groups != 0
+        problems = {f"num_heads {self.num_heads} is no multiple of groups {self.groups}": uneven}
+        positive = "head_dim state groups conv_width chunk"
+        _refuse(self, _numbers(self, positive, "num_heads smallest_step") | problems)
 
     @property
     def enabled(self) -> bool:
@@ -361,9 +325,7 @@ class DecoderConfig:
     mtp_loss_weight: float = 0.3
 
     def __post_init__(self) -> None:
-        reasons = _illegal(self)
-        if reasons:
-            raise ValueError("DecoderConfig cannot be built: " + "; ".join(reasons))
+        _refuse(self, _illegal(self) | _illegal_pattern(self))
 
     @property
     def depth(self) -> int:
@@ -394,89 +356,44 @@ class DecoderConfig:
         return {name: kind for name, kind in KINDS.items() if name in names}
 
 
-def _illegal(config: DecoderConfig) -> list[str]:
-    """Every reason why `config` describes no model."""
-    positive = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "rope_theta",
-        "rms_norm_eps",
-        "max_position_embeddings",
+def _illegal(config: DecoderConfig) -> dict[str, bool]:
+    """Problems of `config` but for its pattern, with whether they are there."""
+    problems = _numbers(
+        config,
+        "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+        "rope_theta rms_norm_eps max_position_embeddings",
+        "initializer_range bf16_ends mtp_layers mtp_loss_weight",
     )
-    reasons = [
-        f"{name} is {getattr(config, name)}, must be positive"
-        for name in positive
-        if getattr(config, name) <= 0
-    ]
-    reasons += [
-        f"{name} is {value}, must be at most {LARGEST.get(name, LARGEST_SIZE):,}"
+    problems |= {
+        f"{name} is {value}, must be at most {most:,}": value > most
         for name, value in _whole_numbers(config)
-        if value > LARGEST.get(name, LARGEST_SIZE)
-    ]
-    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
-        reasons.append(
-            f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}"
-        )
-    if config.head_dim % 2 and not config.latent.enabled:
-        reasons.append(
-            f"head_dim {config.head_dim} is odd; rotary embedding turns pairs of columns"
-        )
-    if not 0.0 <= config.dropout < 1.0:
-        reasons.append(f"dropout is {config.dropout}, must be in [0, 1)")
-    if config.initializer_range < 0.0:
-        reasons.append(f"initializer_range is {config.initializer_range}, must not be negative")
-    if config.attention_backend != "auto" and config.attention_backend not in BACKENDS:
-        known = ", ".join(["auto", *BACKENDS])
-        reasons.append(
-            f"attention_backend {config.attention_backend!r} is unknown; known are {known}"
-        )
-    reasons += _illegal_precision(config)
-    share = config.rotary_share
-    if not 0.0 <= share <= 1.0 or (share < 1.0 and share * config.head_dim % 2):
-        reasons.append(
-            f"rotary_share is {share}: of head_dim {config.head_dim} it must leave an even "
-            "number of columns, from none to all, to rotary embedding, which turns pairs"
-        )
-    if share != 1.0 and config.latent.enabled:
-        reasons.append(
-            "rotary_share means nothing with latent attention, whose latent.rope_dim says it"
-        )
-    return reasons + _illegal_pattern(config) + _illegal_prediction(config)
-
-
-def _illegal_prediction(config: DecoderConfig) -> list[str]:
-    """Every reason why `config` cannot predict several tokens."""
-    reasons = [
-        f"{name} is {getattr(config, name)}, must not be negative"
-        for name in ("mtp_layers", "mtp_loss_weight")
-        if getattr(config, name) < 0
-    ]
-    if config.mtp_layers > 0 and config.pattern:
-        reasons.append(
-            f"mtp_layers is {config.mtp_layers}, but with a pattern nothing says what such a layer "
-            "is made of"
-        )
-    return reasons
-
-
-def _illegal_precision(config: DecoderConfig) -> list[str]:
-    """Every reason why layers cannot multiply as `config` says."""
-    if config.precision not in PRODUCTS:
-        known = ", ".join(PRODUCTS)
-        return [f"precision {config.precision!r} is unknown; known are {known}"]
-    if config.bf16_ends < 0:
-        return [f"bf16_ends is {config.bf16_ends}, must not be negative"]
-    if config.precision != NATIVE and 2 * config.bf16_ends >= config.num_layers:
-        return [
-            f"bf16_ends {config.bf16_ends} leaves none of {config.num_layers} layers to precision "
-            f"{config.precision}"
-        ]
-    return []
+        for most in [LARGEST.get(name, LARGEST_SIZE)]
+    }
+    heads, keys, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    share, by, ends = config.rotary_share, config.precision, config.bf16_ends
+    latent = config.latent.enabled
+    return problems | {
+        f"num_heads {heads} is no multiple of num_kv_heads {keys}": keys > 0 and heads % keys != 0,
+        f"head_dim {head_dim} is odd; rotary embedding turns pairs of columns": (
+            head_dim % 2 != 0 and not latent
+        ),
+        f"dropout is {config.dropout}, must be in [0, 1)": not 0.0 <= config.dropout < 1.0,
+        f"attention_backend {config.attention_backend!r} is unknown; known are auto, "
+        f"{', '.join(BACKENDS)}": config.attention_backend not in ("auto", *BACKENDS),
+        f"precision {by!r} is unknown; known are {', '.join(PRODUCTS)}": by not in PRODUCTS,
+        f"bf16_ends {ends} leaves none of {config.num_layers} layers to precision {by}": (
+            by in PRODUCTS and by != NATIVE and 0 <= config.num_layers <= 2 * ends
+        ),
+        f"rotary_share is {share}: of head_dim {head_dim} it must leave an even "
+        "number of columns, from none to all, to rotary embedding, which turns pairs": (
+            not 0.0 <= share <= 1.0 or (share < 1.0 and share * head_dim % 2 != 0)
+        ),
+        "rotary_share means nothing with latent attention, whose latent.rope_dim says it": (
+            share != 1.0 and latent
+        ),
+        f"mtp_layers is {config.mtp_layers}, but with a pattern nothing says what such a layer "
+        "is made of": config.mtp_layers > 0 and bool(config.pattern),
+    }
 
 
 def _whole_numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -489,12 +406,12 @@ def _whole_numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
             yield prefix + one.name, value
 
 
-def _illegal_pattern(config: DecoderConfig) -> list[str]:
-    """Every reason why the pattern of `config` and what it names do not belong together."""
+def _illegal_pattern(config: DecoderConfig) -> dict[str, bool]:
+    """Problems of the pattern of `config` and what it names, with whether they are there."""
     try:
         named = {branch for layer in read_pattern(config.pattern) for branch in layer}
     except ValueError as error:
-        return [str(error)]
+        return {str(error): True}
     problems = {
         "experts.first_dense means nothing with a pattern, which says where experts are": bool(
             config.pattern
@@ -515,4 +432,4 @@ def _illegal_pattern(config: DecoderConfig) -> list[str]:
             problems[f"{kind.section} is set, but pattern has no {kind.letter}"] = (
                 enabled and kind.name not in named
             )
-    return [text for text, wrong in problems.items() if wrong]
+    return problems

@@ -8,7 +8,7 @@ by name (fresh values, checkpoints, optimizer state) does not depend on how the 
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
-from packgraph.models.initial import NormalValues
 from packgraph.models.layers.prediction import make_layer
 from packgraph.models.stack import DecoderStack
+from packgraph.models.values import fill_normal
 from packgraph.parallel.deferred import defer, set_aside
 from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import mark_part, part_of, stored
@@ -82,13 +82,10 @@ class DecoderModel(DecoderStack):
         matrices = self.normal_parameters() if deferred else {}
         with set_aside(self, matrices):
             self.to_empty(device=target)
-        scale = config.initializer_range
-        values = {
-            name: NormalValues(
-                name, parts[name].shape if name in parts else matrix.shape, seed, scale
-            )
-            for name, matrix in matrices.items()
-        }
+        values = {}
+        for name, matrix in matrices.items():
+            shape = parts[name].shape if name in parts else matrix.shape
+            values[name] = partial(fill_normal, name, shape, seed, config.initializer_range)
         defer(self, values, target)
         for name, part in parts.items():
             mark_part(self.get_parameter(name), part)
@@ -123,12 +120,10 @@ def stage_weights(
     experts: those of every layer that have memory here, None = all, and ranks share none. Allocates
     nothing.
     """
-    with torch.device("meta"):
-        indices = stage_layers(config, stages, tokens)[stage]
-        layers = {index: make_layer(config, index) for index in indices}
-        stack = DecoderStack(config, layers, first=stage == 0, last=stage == stages - 1)
-        if experts is not None:
-            keep_experts(stack, experts)
+    indices = stage_layers(config, stages, tokens)[stage]
+    stack = _skeleton(config, indices, first=stage == 0, last=stage == stages - 1)
+    if experts is not None:
+        keep_experts(stack, experts)
     shared = sum(value.numel() for value in stack.parameters() if part_of(value) is not None)
     return sum(value.numel() for value in stack.parameters()) - shared, shared, len(indices)
 
@@ -137,14 +132,13 @@ def stage_weights(
 def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     """Elements of the matrices of each layer, those of its experts apart. Allocates nothing."""
     sizes = {}
-    with torch.device("meta"):
-        for index in _one_of_each_kind(config, range(config.depth)):
-            layer = make_layer(config, index)
-            keep_experts(layer, range(config.experts.count))
-            matrices = [value for value in layer.parameters() if value.ndim >= 2]
-            experts = sum(value.numel() for value in matrices if part_of(value) is not None)
-            whole = sum(value.numel() for value in matrices)
-            sizes[layer_kind(config, index)] = (whole - experts, experts)
+    few = _one_of_each_kind(config, range(config.depth))
+    for index, layer in _skeleton(config, few).layers.items():
+        keep_experts(layer, range(config.experts.count))
+        matrices = [value for value in layer.parameters() if value.ndim >= 2]
+        experts = sum(value.numel() for value in matrices if part_of(value) is not None)
+        whole = sum(value.numel() for value in matrices)
+        sizes[layer_kind(config, int(index))] = (whole - experts, experts)
     return [sizes[layer_kind(config, index)] for index in range(config.depth)]
 
 
@@ -152,18 +146,14 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
 def end_units(config: DecoderConfig) -> int:
     """Number of units (embedding, head) that are sharded as layers are: none where several stages
     read one matrix."""
-    with torch.device("meta"):
-        return len(DecoderStack(config, {}).ends)
+    return len(_skeleton(config, ()).ends)
 
 
 @lru_cache(maxsize=16)  # layers come with stages
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
     """Every stage name that a decoder of `config` has, without its weights: those of one layer of
     each kind."""
-    with torch.device("meta"):
-        indices = _one_of_each_kind(config, range(config.depth))
-        layers = {index: make_layer(config, index) for index in indices}
-        return tuple(DecoderStack(config, layers).stages())
+    return tuple(_skeleton(config, _one_of_each_kind(config, range(config.depth))).stages())
 
 
 def parts_without(
@@ -172,15 +162,19 @@ def parts_without(
     """Numbers of those `parts` pipeline stages of a decoder, cut for `tokens`, that have no stage
     in `scope`; as above."""
     found = []
-    with torch.device("meta"):
-        for number, indices in enumerate(stage_layers(config, parts, tokens)):
-            layers = {
-                index: make_layer(config, index) for index in _one_of_each_kind(config, indices)
-            }
-            stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
-            if not any(in_scope(stage.name, scope) for stage in stack.stages()):
-                found.append(number)
+    for number, indices in enumerate(stage_layers(config, parts, tokens)):
+        few, last = _one_of_each_kind(config, indices), number == parts - 1
+        stack = _skeleton(config, few, first=number == 0, last=last)
+        if not any(in_scope(stage.name, scope) for stage in stack.stages()):
+            found.append(number)
     return found
+
+
+def _skeleton(config: DecoderConfig, indices: Iterable[int], **ends: bool) -> DecoderStack:
+    """These layers of a decoder, without memory. ends: `first` and `last` of `DecoderStack`."""
+    with torch.device("meta"):
+        layers = {index: make_layer(config, index) for index in indices}
+        return DecoderStack(config, layers, **ends)
 
 
 def _one_of_each_kind(config: DecoderConfig, indices: Iterable[int]) -> list[int]:
@@ -202,8 +196,7 @@ class ModelChunks:
         a parameter of the same name."""
         self.chunks, self.adapters_only = list(chunks), adapters_only
         names = [name for name, _ in self.named_parameters()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"two chunks of one rank both hold {', '.join(twice)}; cut the decoder into stages "
                 "that "
@@ -229,16 +222,13 @@ class ModelChunks:
         kept: by name, what this rank keeps of parameters that are not whole in `state_dict`.
         """
         named = dict(self.named_parameters())
-        every = {
+        again = {
             name
             for chunk in self.chunks
             for name, _ in chunk.named_parameters(remove_duplicate=False)
+            if name not in named
         }
-        found = {
-            name: value
-            for name, value in self.state_dict().items()
-            if name not in every - named.keys()
-        }
+        found = {name: value for name, value in self.state_dict().items() if name not in again}
         found = stored(found, self.named_parameters()) | dict(kept or {})
         if self.adapters_only:
             return {name: found[name] for name, value in named.items() if value.requires_grad}

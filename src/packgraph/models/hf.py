@@ -26,10 +26,10 @@ without those of a checkpoint, or have them fresh where it has none; either is t
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,13 +39,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.errors import warn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_families import DEEPSEEK_V3, Family, cut, family_of
-from packgraph.models.stored_values import StoredBox, StoredValues, box_of
+from packgraph.models.values import StoredBox, box_of, fill_stored
 from packgraph.parallel.deferred import set_values, values_of, whole_shape
 from packgraph.parallel.pieces import part_of
 
@@ -74,8 +74,7 @@ def split_experts(
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        match = _WHOLE.fullmatch(name)
-        if match is None:
+        if (match := _WHOLE.fullmatch(name)) is None:
             found[name] = tensor
             continue
         merged = match["part"] == "gate_up_proj"
@@ -146,7 +145,47 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     is known. A checkpoint must be whole, whatever part of it is here. Errors as in
     `load_pretrained`.
     """
-    _fill(models, tensor_files(Path(path)), Path(path))
+    folder = Path(path)
+    files = tensor_files(folder)
+    config = models[0].config
+    family = family_of(config)
+    prefix = next(
+        (prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)),
+        None,
+    )
+    whole = stored_tensors(DecoderModel(config, device="meta"), prefix)
+    copies = _prediction_copies(config, family, prefix)
+    if config.tie_embeddings:
+        copies[HEAD] = family.tensor_name(EMBEDDING, prefix)
+    further = _further_layers(files, config)
+    if family is DEEPSEEK_V3 and config.mtp_layers == 0 and further:
+        warn(f"{folder} has layers of multi-token prediction, which this model leaves out")
+        files = {name: file for name, file in files.items() if name not in further}
+    fresh = set[str]() if further else _further_layers(whole, config)
+    if fresh:
+        warn(f"{folder} has no layers of multi-token prediction: those of this model stay fresh")
+    if missing := [name for name in whole if name not in files and name not in fresh]:
+        raise WeightsError(f"{folder} lacks {named(missing)}, which its {CONFIG} asks for.")
+    if unexpected := [
+        f"{name} in {file.name}"
+        for name, file in files.items()
+        if name not in whole and name not in copies
+    ]:
+        raise WeightsError(
+            f"{folder} holds {named(unexpected)}, which its {CONFIG} has no place for."
+        )
+    deferred = {name for model in models for name in _defer(model, files, prefix)}
+    targets = [stored_tensors(model, prefix) for model in models]
+    targets = [{n: held for n, held in each.items() if n not in deferred} for each in targets]
+    for file in sorted(set(files.values())):
+        names = [name for name, where in files.items() if where == file]
+        with open_tensors(file) as stored:
+            if absent := sorted(set(names) - set(stored.keys())):
+                raise WeightsError(f"{file} lacks {named(absent)}, which {INDEX} puts there.")
+            for name in names:
+                held = [tensors[name] for tensors in targets if name in tensors]
+                _copy(stored, held, whole[copies.get(name, name)], name, file)
+    _check_copies(files, copies)
 
 
 def save_pretrained(
@@ -177,10 +216,9 @@ def save_pretrained(
     description = config_to_json(model.config, next(model.parameters()).dtype) | special
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    present = sorted(
+    if present := sorted(
         file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX)
-    )
-    if present:
+    ):
         raise FileExistsError(
             f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder."
         )
@@ -194,7 +232,7 @@ def save_pretrained(
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             _write_tensors(folder / file, shard)
             weight_map.update(dict.fromkeys(shard, file))
-        total = sum(_num_bytes(tensor) for tensor in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(folder / CONFIG, description)
 
@@ -207,7 +245,7 @@ def _written_tensors(model: DecoderModel, folder: Path) -> dict[str, Tensor]:
         copies = _prediction_copies(config, family, None)
         return found | {name: found[original].clone() for name, original in copies.items()}
     if further := _further_layers(found, config):
-        _tell(
+        warn(
             f"{folder} is without {len(further)} tensors of multi-token prediction, of which "
             f"{family.architecture} knows nothing"
         )
@@ -232,10 +270,6 @@ def _prediction_copies(config: DecoderConfig, family: Family, prefix: str | None
     }
 
 
-def _tell(text: str) -> None:
-    warnings.warn(text, PackgraphWarning, stacklevel=4)
-
-
 def tensor_files(folder: Path) -> dict[str, Path]:
     """File of each stored tensor, by the tensor's name. Raises FileNotFoundError and
     WeightsError."""
@@ -243,81 +277,25 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         with open_tensors(folder / WEIGHTS) as stored:
             return dict.fromkeys(stored.keys(), folder / WEIGHTS)
     if (folder / INDEX).is_file():
-        return _indexed_files(folder)
-    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickled:
+        index = folder / INDEX
+        weight_map = read_object(index, WeightsError).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise WeightsError(f"{index} has no weight_map.")
+        for name, file in weight_map.items():
+            is_name = isinstance(file, str) and Path(file).name == file
+            if not is_name or not file.endswith(".safetensors") or len(file) > LONGEST_NAME:
+                raise WeightsError(
+                    f"{index} puts {name} into {cut(file)}, no safetensors file of this folder."
+                )
+            if not (folder / file).is_file():
+                raise WeightsError(f"{index} puts {name} into {file}, which does not exist.")
+        return {name: folder / file for name, file in weight_map.items()}
+    if pickled := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
         raise WeightsError(
             f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
             f"Convert the checkpoint to {WEIGHTS} first."
         )
     raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
-
-
-def _indexed_files(folder: Path) -> dict[str, Path]:
-    index = folder / INDEX
-    weight_map = read_object(index, WeightsError).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise WeightsError(f"{index} has no weight_map.")
-    files: dict[str, Path] = {}
-    for name, file in weight_map.items():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or not file.endswith(".safetensors")
-            or len(file) > LONGEST_NAME
-        ):
-            raise WeightsError(
-                f"{index} puts {name} into {cut(file)}, no safetensors file of this folder."
-            )
-        if not (folder / file).is_file():
-            raise WeightsError(f"{index} puts {name} into {file}, which does not exist.")
-        files[name] = folder / file
-    return files
-
-
-def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Path) -> None:
-    """Copy every stored tensor into its parameters; refuse missing, unexpected and mis-shaped
-    ones."""
-    config = models[0].config
-    family = family_of(config)
-    prefix = next(
-        (prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)),
-        None,
-    )
-    whole = stored_tensors(DecoderModel(config, device="meta"), prefix)
-    copies = _copies_of(config, family, prefix)
-    further = _further_layers(files, config)
-    if family is DEEPSEEK_V3 and config.mtp_layers == 0 and further:
-        _tell(f"{folder} has layers of multi-token prediction, which this model leaves out")
-        files = {name: file for name, file in files.items() if name not in further}
-    fresh = set[str]() if further else _further_layers(whole, config)
-    if fresh:
-        _tell(f"{folder} has no layers of multi-token prediction: those of this model stay fresh")
-    missing = [name for name in whole if name not in files and name not in fresh]
-    if missing:
-        raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
-    unexpected = [
-        f"{name} in {file.name}"
-        for name, file in files.items()
-        if name not in whole and name not in copies
-    ]
-    if unexpected:
-        raise WeightsError(
-            f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for."
-        )
-    deferred = {name for model in models for name in _defer(model, files, prefix)}
-    targets = [stored_tensors(model, prefix) for model in models]
-    targets = [{n: held for n, held in each.items() if n not in deferred} for each in targets]
-    for file in sorted(set(files.values())):
-        names = [name for name, where in files.items() if where == file]
-        with open_tensors(file) as stored:
-            absent = sorted(set(names) - set(stored.keys()))
-            if absent:
-                raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
-            for name in names:
-                held = [tensors[name] for tensors in targets if name in tensors]
-                _copy(stored, held, whole[copies.get(name, name)], name, file)
-    _check_copies(files, copies)
 
 
 def _defer(model: DecoderModel, files: Mapping[str, Path], prefix: str | None) -> set[str]:
@@ -335,36 +313,27 @@ def _defer(model: DecoderModel, files: Mapping[str, Path], prefix: str | None) -
                 StoredBox(stored, files[stored], box_of(view, whole.shape))
                 for stored, view in views.items()
             ]
-            set_values(parameter, StoredValues(boxes, open_tensors))
+            set_values(parameter, partial(fill_stored, boxes, open_tensors))
     return names
 
 
-def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
-    """Tensors that a checkpoint may hold a second time, by their names, and which they are."""
-    tied = {HEAD: family.tensor_name(EMBEDDING, prefix)} if config.tie_embeddings else {}
-    return tied | _prediction_copies(config, family, prefix)
-
-
 def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
-    """Refuse tensors that are stored twice and differ."""
+    """Refuse tensors that are stored twice and differ; some rows are in memory at a time."""
     for name, original in copies.items():
-        if name not in files or _are_equal(files, name, original):
+        if name not in files:
             continue
-        told = f"{files[name]}: {name} differs from {original}, but "
-        if name == HEAD:
-            raise WeightsError(
-                f"{told}{CONFIG} ties the two. Set tie_word_embeddings to false there, or drop the "
+        with open_tensors(files[name]) as first, open_tensors(files[original]) as second:
+            slices = first.get_slice(name), second.get_slice(original)
+            starts = range(0, slices[0].get_shape()[0], ROWS)
+            equal = all(torch.equal(*(each[at : at + ROWS] for each in slices)) for at in starts)
+        if not equal:
+            why = (
+                f"{CONFIG} ties the two. Set tie_word_embeddings to false there, or drop the "
                 "tensor."
+                if name == HEAD
+                else "multi-token prediction shares it here. Drop the tensor."
             )
-        raise WeightsError(f"{told}multi-token prediction shares it here. Drop the tensor.")
-
-
-def _are_equal(files: Mapping[str, Path], one: str, other: str) -> bool:
-    """Compares two stored tensors of the same shape, some rows in memory at a time."""
-    with open_tensors(files[one]) as first, open_tensors(files[other]) as second:
-        slices = first.get_slice(one), second.get_slice(other)
-        starts = range(0, slices[0].get_shape()[0], ROWS)
-        return all(torch.equal(*(each[at : at + ROWS] for each in slices)) for at in starts)
+            raise WeightsError(f"{files[name]}: {name} differs from {original}, but {why}")
 
 
 def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file: Path) -> None:
@@ -411,13 +380,10 @@ def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, 
     )
 
 
-def _named(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """Some of these names, and how many more there are."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
@@ -425,11 +391,11 @@ def _shards(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[s
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, tensor in tensors.items():
-        if shards[-1] and max_bytes is not None and used + _num_bytes(tensor) > max_bytes:
+        if shards[-1] and max_bytes is not None and used + tensor.nbytes > max_bytes:
             shards.append({})
             used = 0
         shards[-1][name] = tensor
-        used += _num_bytes(tensor)
+        used += tensor.nbytes
     return shards
 
 

@@ -7,9 +7,8 @@ What only training knows (dropout, losses that balance experts) stands in no con
 Old files have rope_theta and rope_scaling, new ones one rope_parameters; both are read.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,9 +31,9 @@ from packgraph.models.hf_families import (
     cut,
     family_of,
     kind_of,
-    value_of,
 )
 
+THETA = 10000.0  # where no file says another
 PLACES = ("rope_parameters", "rope_scaling")
 # our field: (their key, their default; None = required)
 _FIELDS: dict[str, tuple[str, Any]] = {
@@ -64,33 +63,26 @@ SHAPE: tuple[str, ...] = tuple(
 )
 
 
-@dataclass
-class Rope:
-    """Settings of rotary positions in a config.json, and every reason why one is not known here."""
-
-    theta: Any = 10000.0
-    scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
-    reasons: list[str] = dataclasses.field(default_factory=list)
-
-
-def read_rope(description: Mapping[str, Any], *, scaled: bool) -> Rope:
-    """Reads rotary positions from `description`, a parsed config.json. scaled: whether the
-    architecture may scale positions (YaRN)."""
-    found = Rope()
+def read_rope(
+    description: Mapping[str, Any], *, scaled: bool
+) -> tuple[Any, RopeScaling, list[str]]:
+    """Reads rotary positions from `description`, a parsed config.json: theta, scaling, and every
+    reason why one is not known here. scaled: whether the architecture may scale positions
+    (YaRN)."""
+    reasons: list[str] = []
     scalings = [
-        _scaling(description[place], place, description, scaled, found.reasons)
+        _scaling(description[place], place, description, scaled, reasons)
         for place in PLACES
         if description.get(place)
     ]
     if len(set(scalings)) > 1:
-        found.reasons.append(f"{' and '.join(PLACES)} scale positions differently")
-    found.scaling = scalings[0] if scalings else found.scaling
+        reasons.append(f"{' and '.join(PLACES)} scale positions differently")
     parameters = description.get("rope_parameters") or {}
-    inner = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    found.theta = description.get("rope_theta", 10000.0) if inner is None else inner
-    if not _is_number(found.theta):
-        found.reasons.append(f"rope_theta is {found.theta!r}, not float")
-    return found
+    theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    theta = description.get("rope_theta", THETA) if theta is None else theta
+    if not _is(theta, float):
+        reasons.append(f"rope_theta is {theta!r}, not float")
+    return theta, scalings[0] if scalings else RopeScaling(), reasons
 
 
 def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
@@ -140,14 +132,10 @@ def _scaling(
     wrong = [
         f"{place}.{key} is {values[name]!r}, not a number"
         for name, (key, _) in _FIELDS.items()
-        if not _is_number(values[name])
+        if not _is(values[name], float)
     ]
     reasons += unknown + wrong
     return RopeScaling() if wrong else RopeScaling(**values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
@@ -157,8 +145,7 @@ def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
     reasons: list[str] = []
     values: dict[str, Any] = dict(family.fixed)
     for field, key in family.fields.items():
-        value = _read(description, key)
-        if value is None:
+        if (value := _read(description, key)) is None:
             reasons.append(f"{key.name} is missing")
         elif not _is(value, kind_of(field)):
             reasons.append(f"{key.name} is {cut(value)}, not {kind_of(field).__name__}")
@@ -167,15 +154,17 @@ def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
                 f"{key.name} is {cut(value)}, must be at most {LARGEST.get(field, LARGEST_SIZE):,}"
             )
         values[field] = value
-    rope = read_rope(description, scaled=family is DEEPSEEK_V3) if family.rotary else Rope()
-    reasons += _unsupported(description, family) + rope.reasons
+    theta, scaling, wrong = THETA, RopeScaling(), list[str]()
+    if family.rotary:
+        theta, scaling, wrong = read_rope(description, scaled=family is DEEPSEEK_V3)
+    reasons += _unsupported(description, family) + wrong
     if family is DEEPSEEK_V3 and not reasons:
         reasons += _complete_latent(description, values)
     if not reasons:
         reasons += family.complete(description, values)
     if reasons:
         raise ValueError(f"no {family.architecture} that can be loaded here: " + "; ".join(reasons))
-    return _build({**values, "rope_theta": rope.theta}, rope.scaling)
+    return _build({**values, "rope_theta": theta}, scaling)
 
 
 def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -199,7 +188,7 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         },
         **(write_rope(config.rope_theta, config.latent.scaling) if family.rotary else {}),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{key.name: value_of(config, field) for field, key in family.fields.items()},
+        **{key.name: attrgetter(field)(config) for field, key in family.fields.items()},
         **family.write(config),
     }
     if family is DEEPSEEK_V3:
@@ -223,7 +212,7 @@ def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
 
 def shape_values(config: DecoderConfig) -> dict[str, Any]:
     """The values of all SHAPE fields, by their names with dots."""
-    return {field: value_of(config, field) for field in SHAPE}
+    return {field: attrgetter(field)(config) for field in SHAPE}
 
 
 def family_from(description: Mapping[str, Any]) -> Family:
@@ -270,40 +259,33 @@ def _build(values: Mapping[str, Any], scaling: RopeScaling) -> DecoderConfig:
 def _complete_latent(description: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
     """Fill in the fields that mean nothing with latent attention; the reasons why a config.json
     makes no sense."""
-    reasons = []
-    if values["latent.kv_rank"] <= 0:
-        reasons.append(f"kv_lora_rank is {values['latent.kv_rank']}, must be positive")
     keys, heads = description.get("num_key_value_heads"), values["num_heads"]
-    if keys not in (None, heads):
-        reasons.append(
-            f"num_key_value_heads is {keys!r}, not num_attention_heads ({heads}) as with latent "
-            "attention"
-        )
-    if not values["experts.count"] and values["experts.first_dense"] < values["num_layers"]:
-        reasons.append(
-            f"n_routed_experts is 0, but only {values['experts.first_dense']} of "
-            f"{values['num_layers']} "
-            "layers are without experts"
-        )
+    dense, layers = values["experts.first_dense"], values["num_layers"]
+    problems = {
+        f"kv_lora_rank is {values['latent.kv_rank']}, must be positive": (
+            values["latent.kv_rank"] <= 0
+        ),
+        f"num_key_value_heads is {keys!r}, not num_attention_heads ({heads}) as with latent "
+        "attention": keys not in (None, heads),
+        f"n_routed_experts is 0, but only {dense} of {layers} layers are without experts": (
+            not values["experts.count"] and dense < layers
+        ),
+    }
     values |= {
         "num_kv_heads": heads,
         "head_dim": values["latent.nope_dim"] + values["latent.rope_dim"],
         "qk_norm": False,
     }
-    return reasons
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def _not_of(family: Family, config: DecoderConfig) -> Sequence[str]:
     """Fields of `config` that no model of `family` has, with their values."""
-    fixed = {
-        field: value
-        for field, value in family.fixed.items()
-        if config.experts.enabled or not field.startswith("experts.")
-    }
     found = [
-        f"{field}={value_of(config, field)!r}"
-        for field, value in fixed.items()
-        if value_of(config, field) != value
+        f"{field}={attrgetter(field)(config)!r}"
+        for field, value in family.fixed.items()
+        if (config.experts.enabled or not field.startswith("experts."))
+        and attrgetter(field)(config) != value
     ]
     if family is DEEPSEEK_V3 and config.experts.enabled and not config.experts.shared:
         found.append("experts.shared=0")
@@ -318,13 +300,12 @@ def _is(value: Any, kind: type) -> bool:
 
 def _unsupported(description: Mapping[str, Any], family: Family) -> list[str]:
     """Every feature of a config.json that DecoderConfig cannot express."""
-    reasons = []
-    for key, known in family.only.items():
-        value = description.get(key)
-        if (
-            value is not None and (value or known) and value != known
-        ):  # an empty list is as good as an empty tuple
-            reasons.append(f"{key} is {cut(value)}, only {known!r} is known")
+    # An empty list is as good as an empty tuple.
+    reasons = [
+        f"{key} is {cut(value)}, only {known!r} is known"
+        for key, known in family.only.items()
+        if (value := description.get(key)) is not None and (value or known) and value != known
+    ]
     layer_types = description.get("layer_types") or []
     if not isinstance(layer_types, list):
         reasons.append(f"layer_types is {cut(layer_types)}, not a list")

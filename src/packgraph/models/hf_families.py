@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -97,14 +98,6 @@ class Family:
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         return (self.prefixes[0] if prefix is None else prefix) + name
-
-
-def value_of(config: DecoderConfig, field: str) -> Any:
-    """The value of a field by its name with dots."""
-    value: Any = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def kind_of(field: str) -> type:
@@ -426,18 +419,11 @@ def hybrid_family(config: DecoderConfig) -> Family:
     has, tell the two apart.
     """
     kinds = {config.branches(index) for index in range(config.num_layers)}
-    if kinds == {("mamba",)}:
-        fixed = {
-            field: value
-            for field, value in NEMOTRON_H.fixed.items()
-            if not field.startswith("experts.")
-        }
-        return (
-            NEMOTRON_H
-            if all(value_of(config, field) == value for field, value in fixed.items())
-            else MAMBA2
-        )
-    return BAMBA if any(len(kind) > 1 for kind in kinds) else NEMOTRON_H
+    if kinds != {("mamba",)}:
+        return BAMBA if any(len(kind) > 1 for kind in kinds) else NEMOTRON_H
+    fixed = [field for field in NEMOTRON_H.fixed.items() if not field[0].startswith("experts.")]
+    is_nemotron = all(attrgetter(name)(config) == value for name, value in fixed)
+    return NEMOTRON_H if is_nemotron else MAMBA2
 
 
 _COMMON = {

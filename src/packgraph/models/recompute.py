@@ -66,10 +66,16 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
     if not layers:
         _checkpoint_live(inner, what)
         return module
-    problems = recompute_problems(what, [name for layer in layers for name in _names(layer)])
-    found = [{name: kind_of(name, what) for name in _names(layer)} for layer in layers]
+    found = [
+        {stage.name: kind_of(stage.name, what) for stage in layer.stages()} for layer in layers
+    ]
+    problems = recompute_problems(what, [name for kinds in found for name in kinds])
     for layer, kinds in zip(layers, found, strict=True):
-        problems += _expert_problems(layer, [name for name, kind in kinds.items() if kind])
+        block = getattr(layer, "mlp", None)
+        moe = any(kind and in_scope(name, ["moe"]) for name, kind in kinds.items())
+        if moe and isinstance(block, MoEBlock):
+            alone = isinstance(block.dispatcher, LocalDispatcher)
+            problems += [STASHED] * (block.stash is not None) + [SHARED] * (not alone)
     if any(kind for kinds in found for kind in kinds.values()) and _exchanges(inner):
         problems.append(EXCHANGES)
     if problems:
@@ -82,8 +88,7 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
 def kind_of(stage: str, what: What) -> str:
     """Kind of recomputation of a decoder's stage: `full`, `selective`, or empty."""
     if isinstance(what, str) and what in KINDS:
-        is_branch = in_scope(stage, BRANCHES)
-        return what if is_branch and what != NONE else ""
+        return what if what != NONE and in_scope(stage, BRANCHES) else ""
     return FULL if in_scope(stage, _asked(what)) else ""
 
 
@@ -91,7 +96,8 @@ def recompute_problems(what: What, stages: Sequence[str]) -> list[str]:
     """Every reason why a model with these stages cannot be recomputed so; empty when it can."""
     if isinstance(what, str) and what in KINDS:
         return []
-    asked, known = _asked(what), [name for name in dict.fromkeys(stages) if _is_inner(name)]
+    asked = _asked(what)
+    known = [name for name in dict.fromkeys(stages) if in_scope(name, BRANCHES)]
     problems = [] if asked else [f"names no stage: use {', '.join(KINDS)}, or names of stages"]
     for name in asked:
         if any(in_scope(stage, [name]) for stage in known):
@@ -104,31 +110,9 @@ def recompute_problems(what: What, stages: Sequence[str]) -> list[str]:
     return problems
 
 
-def _is_inner(stage: str) -> bool:
-    return in_scope(stage, BRANCHES)
-
-
 def _asked(what: What) -> list[str]:
     names = what.split(",") if isinstance(what, str) else list(what)
     return [name.strip() for name in names if name.strip()]
-
-
-def _names(layer: DecoderLayer) -> list[str]:
-    return [stage.name for stage in layer.stages()]
-
-
-def _expert_problems(layer: DecoderLayer, stages: Sequence[str]) -> list[str]:
-    """Returns reasons why stages of experts of a layer cannot be recomputed."""
-    block = getattr(layer, "mlp", None)
-    mine = [name for name in stages if in_scope(name, ["moe"])]
-    if not isinstance(block, MoEBlock) or not mine:
-        return []
-    problems = []
-    if block.stash is not None:
-        problems.append(STASHED)
-    if not isinstance(block.dispatcher, LocalDispatcher):
-        problems.append(SHARED)
-    return problems
 
 
 def _exchanges(module: nn.Module) -> bool:

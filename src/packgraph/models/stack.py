@@ -34,11 +34,11 @@ from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
 from packgraph.models.branches import head_sizes, rotary_width
 from packgraph.models.config import DecoderConfig
-from packgraph.models.initial import DrawsParameters, draw_normal, generator_of
 from packgraph.models.layers.attention import RotaryEmbedding
 from packgraph.models.layers.mlp import RMSNorm
 from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.prediction import LossSums, PredictionLayer, ahead
+from packgraph.models.values import DrawsParameters, draw_normal, generator_of
 from packgraph.ops.attention.api import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
@@ -127,7 +127,10 @@ class DecoderStack(nn.Module):
         if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
             # Compiled code would be made again for every number that it has looked at.
             batch.check_words(self.config.vocab_size)
-        size = self._ranks_of(batch) if context is None else context
+        spread_over = (
+            self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
+        )
+        size = spread_over if context is None else context
         if size != 1 and size not in self.contexts:
             raise ValueError(
                 f"rows cannot be spread over {size} ranks: this model knows groups of "
@@ -138,31 +141,23 @@ class DecoderStack(nn.Module):
             state["wanted"] = output
         if size != 1:
             spread = state["context"] = self.contexts[size]
-            problems = row_problems(batch.host.lengths, batch.capacity.tokens, spread.kind, size)
-            if problems:
+            lengths, tokens = batch.host.lengths, batch.capacity.tokens
+            if problems := row_problems(lengths, tokens, spread.kind, size):
                 raise ValueError("; ".join(problems))
         return state if hidden is None else {**state, "hidden": hidden}
 
-    def _ranks_of(self, batch: PackedBatch) -> int:
-        """Number of ranks that share the row of `batch`."""
-        return (
-            self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
-        )
-
     def stages(self) -> Sequence[Stage]:
-        inner = [stage for layer in self.layers.values() for stage in self._stages_of(layer)]
-        head = [Stage("head", self.config.depth, self.run_head)] if self.last else []
-        return [Stage("embed", -1, self.run_embed), *inner, *head]
-
-    def _stages_of(self, layer: nn.Module) -> Sequence[Stage]:
-        own: Sequence[Stage] = layer.stages()  # type: ignore[operator]
-        if not isinstance(layer, PredictionLayer):
-            return own
-        before = Stage("mtp_embed", layer.index, self.run_mtp_embed)
-        # By itself or with the head, not with the layer: a segment that reads a tied matrix twice
-        # would sum its gradients in another order.
-        after = Stage("mtp_head", self.config.depth, self.run_mtp_head)
-        return [before, *own, after]
+        found = [Stage("embed", -1, self.run_embed)]
+        for layer in self.layers.values():
+            own: Sequence[Stage] = layer.stages()  # type: ignore[operator]
+            if isinstance(layer, PredictionLayer):
+                before = Stage("mtp_embed", layer.index, self.run_mtp_embed)
+                # By itself or with the head, not with the layer: a segment that reads a tied matrix
+                # twice would sum its gradients in another order.
+                after = Stage("mtp_head", self.config.depth, self.run_mtp_head)
+                own = [before, *own, after]
+            found += own
+        return [*found, Stage("head", self.config.depth, self.run_head)] if self.last else found
 
     def end(self, state: State) -> Tensor:
         return state["output" if self.last else "hidden"]
@@ -246,17 +241,15 @@ class DecoderStack(nn.Module):
         if depth == 1:
             normed = self.norm(state["hidden"])
             begun = {"mtp_trunk": normed, "hidden": normed}
+        # Where a document has no token so many steps later, or this is padding.
+        ended = batch.padding_mask | ahead(batch.padding_mask, batch.document_ids, depth, True)
         embedding = embed(
             rank_rows(tokens, context, rows, 0),
-            rank_rows(self._has_ended(batch, depth), context, rows, True),
+            rank_rows(ended, context, rows, True),
             self.embed_tokens.weight,
             split_rows=self.split_rows,
         )
         return {**state, **begun, "mtp_depth": depth, "mtp_embedding": embedding}
-
-    def _has_ended(self, batch: PackedBatch, steps: int) -> Tensor:
-        """bool [T]: whether a document has no token `steps` after this one, or this is padding."""
-        return batch.padding_mask | ahead(batch.padding_mask, batch.document_ids, steps, True)
 
     def run_mtp_head(self, state: State) -> State:
         """Stage `mtp_head`: adds this depth's loss to mtp_loss; hidden is what the next stage
@@ -288,21 +281,20 @@ class DecoderStack(nn.Module):
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the output is left in the
         state."""
-        labels, rows = state["batch"].labels, state.get("rows")
+        batch, context, rows = state["batch"], state.get("context"), state.get("rows")
         hidden, wanted = state["hidden"], state.get("wanted", "loss")
         if self.mtp_sums is None:
             hidden = self.norm(hidden)
-        own = rank_rows(labels, state.get("context"), rows, IGNORED)
+        own = rank_rows(batch.labels, context, rows, IGNORED)
         if wanted == "hidden":
-            padding = rank_rows(state["batch"].padding_mask, state.get("context"), rows, True)
+            padding = rank_rows(batch.padding_mask, context, rows, True)
             whole = all_rows(hidden, self.head_weight, own)
             return {"output": whole.masked_fill(padding[:, None], 0.0)}
         if wanted != "loss":
             entropy = wanted == "log_probabilities_and_entropies"
             return {"output": head_log_probabilities(hidden, self.head_weight, own, entropy)}
         loss = self._per_token(head_cross_entropy(hidden, self.head_weight, own), state)
-        if "mtp_loss" in state:
-            further = state["mtp_loss"]
+        if (further := state.get("mtp_loss")) is not None:
             loss = loss + (further - further.detach())
         return {"output": loss if rows is None else loss + rows.excess}
 
@@ -316,7 +308,7 @@ class DecoderStack(nn.Module):
 
     def reset_parameters(self, seed: int) -> None:
         """Normal matrices, norms of one, biases of zero; the same for a seed on every device
-        (`models/initial.py`). Deferred parameters stay so."""
+        (`models/values.py`). Deferred parameters stay so."""
         matrices = self.normal_parameters().items()
         here = [(name, matrix) for name, matrix in matrices if values_of(matrix) is None]
         draw_normal(here, seed, self.config.initializer_range)

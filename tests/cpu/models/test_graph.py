@@ -4,10 +4,9 @@ captured."""
 import random
 
 import pytest
-import torch
+from graphedkit import assert_graphs_are_eager
 
-from packgraph.graphs.graphed import graph
-from packgraph.models.decoder import DecoderConfig, DecoderModel
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -52,24 +51,4 @@ def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
         dropout=0.1,
         initializer_range=0.2,
     )
-    eager, captured = DecoderModel(config, seed=1), DecoderModel(config, seed=1)
-    graphed = graph(
-        captured,
-        capacities=CAPACITIES,
-        backend="recorder",
-        granularity=granularity,
-        scope=scope,
-        strict=True,
-    )
-    losses = []
-    for model in (eager, graphed):
-        torch.manual_seed(3)
-        for batch in random_batches(12):
-            loss = model(batch, torch.tensor(20))
-            loss.backward()
-            losses.append(loss.detach().clone())
-    assert losses[:12] == losses[12:]
-    assert graphed.stats.replayed == 10
-    for ours, theirs in zip(captured.parameters(), eager.parameters()):
-        assert torch.equal(ours.grad, theirs.grad)
-    graphed.close()
+    assert_graphs_are_eager(config, random_batches(12), CAPACITIES, granularity, scope)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from hfkit import assert_close, compare_with_transformers, randomised
+from hfkit import assert_close, compare_with_transformers, randomised, saved_and_loaded
 from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
@@ -83,15 +83,8 @@ def test_logits_and_gradients_equal_those_of_transformers(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("shard_bytes", [None, 4096])
 def test_saved_and_loaded_again_is_the_same_model(shape, shard_bytes, tmp_path):
-    model = randomised(SHAPES[shape], seed=1)
-    save_pretrained(model, tmp_path / "new" / "folder", max_shard_bytes=shard_bytes)
-    loaded, config = load_pretrained(tmp_path / "new" / "folder")
-    assert config == model.config == loaded.config
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name])
-    files = sorted(file.name for file in (tmp_path / "new" / "folder").iterdir())
-    assert ("model.safetensors" in files) == (shard_bytes is None)
-    assert not any(file.endswith(".tmp") for file in files)
+    folder = tmp_path / "new" / "folder"
+    assert saved_and_loaded(SHAPES[shape], folder, shard_bytes) == SHAPES[shape]
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,16 @@ import random
 
 import pytest
 import torch
-from hfkit import compare_with_transformers, randomised
+from graphedkit import assert_graphs_are_eager
+from hfkit import compare_with_transformers, randomised, saved_and_loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch, random_documents
 from step_figures import model_flops
 
-from packgraph.graphs.graphed import graph
 from packgraph.models.branches import KINDS, head_sizes, token_weights
 from packgraph.models.config import DecoderConfig, LatentConfig, RopeScaling
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.hf import load_pretrained, save_pretrained
 from packgraph.models.layers.attention import LatentAttention, RotaryEmbedding
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -120,12 +119,7 @@ def test_random_shapes_equal_those_of_transformers(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_and_loaded_again_is_the_same_model(shape, tmp_path):
-    model = randomised(SHAPES[shape], seed=1)
-    save_pretrained(model, tmp_path)
-    loaded, found = load_pretrained(tmp_path)
-    assert found == model.config
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, loaded.state_dict()[name])
+    assert saved_and_loaded(SHAPES[shape], tmp_path) == SHAPES[shape]
 
 
 @pytest.mark.parametrize(
@@ -195,29 +189,8 @@ def test_graphed_training_is_bitwise_eager_training(granularity, scope, shape):
         )
         for seed in range(10)
     ]
-    eager, captured = (
-        DecoderModel(dataclasses.replace(SHAPES[shape], dropout=0.1), seed=1) for _ in range(2)
-    )
-    graphed = graph(
-        captured,
-        capacities=capacities,
-        backend="recorder",
-        granularity=granularity,
-        scope=scope,
-        strict=True,
-    )
-    losses = []
-    for model in (eager, graphed):
-        torch.manual_seed(3)
-        for batch in batches:
-            loss = model(batch, torch.tensor(20))
-            loss.backward()
-            losses.append(loss.detach().clone())
-    assert losses[:10] == losses[10:]
-    assert graphed.stats.replayed == 8
-    for ours, theirs in zip(captured.parameters(), eager.parameters()):
-        assert torch.equal(ours.grad, theirs.grad)
-    graphed.close()
+    config = dataclasses.replace(SHAPES[shape], dropout=0.1)
+    assert_graphs_are_eager(config, batches, capacities, granularity, scope)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from graphedkit import assert_graphs_are_eager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambakit import CHUNK, EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid, with_bias
@@ -159,27 +160,8 @@ def batches(count):
 def test_graphs_equal_eager_bitwise(granularity, scope):
     """Outputs and gradients of 8 microbatches of changing shapes, with dropout, on the recorder."""
     config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.5 if scope is None else 0.0)
-    eager, captured = DecoderModel(config, seed=1), DecoderModel(config, seed=1)
-    graphed = graph(
-        captured,
-        capacities=[Capacity(24, 6), Capacity(48, 8)],
-        backend="recorder",
-        granularity=granularity,
-        scope=scope,
-        strict=True,
-    )
-    losses = []
-    for model in (eager, graphed):
-        torch.manual_seed(3)
-        for batch in batches(8):
-            loss = model(batch, torch.tensor(20))
-            loss.backward()
-            losses.append(loss.detach().clone())
-    assert losses[:8] == losses[8:]
-    assert graphed.stats.replayed == 6
-    for ours, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-    graphed.close()
+    capacities = [Capacity(24, 6), Capacity(48, 8)]
+    assert_graphs_are_eager(config, list(batches(8)), capacities, granularity, scope)
 
 
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("chunk", marks=pytest.mark.slow)])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packgraph.models.initial import draw_normal, generator_of
+from packgraph.models.values import draw_normal, generator_of
 from packgraph.parallel import deferred
 
 

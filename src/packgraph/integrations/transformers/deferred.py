@@ -10,21 +10,21 @@ converts in another way as it loads is refused here.
 """
 
 import importlib
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from packgraph.models.hf import FLOATS, open_tensors, split_experts, tensor_files
-from packgraph.models.stored_values import StoredBox, StoredValues, box_of
+from packgraph.models.hf import FLOATS, named, open_tensors, split_experts, tensor_files
+from packgraph.models.values import StoredBox, box_of, fill_copies, fill_stored
 from packgraph.parallel.deferred import (
-    Piece,
     defer,
-    region,
     set_aside,
     values_of,
 )
@@ -38,7 +38,6 @@ FLOAT32 = {
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
 }
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-MOST_NAMED = 5
 
 
 class ConvertedWeightsError(ValueError):
@@ -112,7 +111,7 @@ def defer_stored(model: Any, folder: Path, device: torch.device) -> None:
     _keep_float32(model)
     boxes = _boxes(model, files)
     _check(boxes, files, model)
-    values = {name: StoredValues(found, open_tensors) for name, found in boxes.items()}
+    values = {name: partial(fill_stored, found, open_tensors) for name, found in boxes.items()}
     _move(model, device, values)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, fill in values.items():
@@ -122,12 +121,16 @@ def defer_stored(model: Any, folder: Path, device: torch.device) -> None:
 
 def defer_arbitrary(model: Any, device: torch.device) -> None:
     """Move a `skeleton` to `device`; its matrices are left as they are, to be loaded."""
-    _move(model, device, {name: _leave for name, _ in model.named_parameters()})
+    _move(model, device, {name: lambda pieces: None for name, _ in model.named_parameters()})
 
 
 def defer_copies(model: nn.Module, device: torch.device) -> None:
     """Move a model on the host to `device`, but for matrices, whose parts are copied."""
-    values = {name: _Copied(p.detach()) for name, p in model.named_parameters() if p.ndim >= 2}
+    values = {
+        name: partial(fill_copies, p.detach())
+        for name, p in model.named_parameters()
+        if p.ndim >= 2
+    }
     with set_aside(model, values):
         model.to(device)
     defer(model, values, device)
@@ -138,22 +141,6 @@ def _move(model: nn.Module, device: torch.device, values: Mapping[str, Any]) -> 
     with set_aside(model, matrices):
         model.to(device)
     defer(model, {name: values[name] for name in matrices}, device)
-
-
-def _leave(pieces: Iterable[Piece]) -> None:
-    """Fills nothing."""
-
-
-class _Copied:
-    """Fills any part of a parameter from a copy of the whole."""
-
-    def __init__(self, whole: Tensor) -> None:
-        self._whole = whole
-
-    def __call__(self, pieces: Iterable[Piece]) -> None:
-        for offsets, target in pieces:
-            origin = (0,) * self._whole.ndim
-            target.copy_(self._whole[region(offsets, target.shape, origin)])
 
 
 class _MatricesOnMeta(TorchFunctionMode):
@@ -211,20 +198,13 @@ def _check(
     wrong = [name for name, right in covered.items() if not right]
     wrong += sorted(files.keys() - read) + _misshapen(boxes)
     if wrong:
-        more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-        raise ConvertedWeightsError(
-            f"not stored once, as they are here: {', '.join(wrong[:MOST_NAMED])}{more}"
-        )
+        raise ConvertedWeightsError(f"not stored once, as they are here: {named(wrong)}")
 
 
 def _misshapen(boxes: Mapping[str, list[StoredBox]]) -> list[str]:
     """Stored tensors that have another shape than their box, or are no floating-point numbers."""
-    by_file: dict[Path, list[StoredBox]] = {}
-    for found in boxes.values():
-        for box in found:
-            by_file.setdefault(box.file, []).append(box)
-    wrong = []
-    for file, those in by_file.items():
+    wrong, every = list[str](), itertools.chain(*boxes.values())
+    for file, those in itertools.groupby(sorted(every, key=lambda box: box.file), lambda b: b.file):
         with open_tensors(file) as stored:
             for name, _, (_, sizes) in those:
                 part = stored.get_slice(name)

@@ -22,7 +22,7 @@ from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention, LatentAttention
 from packgraph.models.layers.mamba import MambaMixer
-from packgraph.models.layers.mlp import RMSNorm, feed_forward
+from packgraph.models.layers.mlp import FeedForward, RMSNorm
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.offloading.marks import Mark, offload_block
 
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
         if self.branches[-1] in ("mlp", "moe"):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             moe = self.branches[-1] == "moe"
-            self.mlp = MoEBlock(config) if moe else feed_forward(config, config.intermediate_size)
+            self.mlp = MoEBlock(config) if moe else FeedForward(config, config.intermediate_size)
 
     @property
     def reads(self) -> tuple[str, ...]:

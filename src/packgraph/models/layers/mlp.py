@@ -1,4 +1,4 @@
-"""Feed-forward layers, SwiGLU and one without a gate, and the RMSNorm that stands before them.
+"""Feed-forward layers, SwiGLU or without a gate, and the RMSNorm that stands before them.
 
 Weights are named as in Hugging Face checkpoints.
 """
@@ -26,42 +26,25 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class GatedMLP(nn.Module):
+class FeedForward(nn.Module):
     """[T, H] -> [T, H] through an intermediate width; projections named as in Hugging Face
-    checkpoints. by: name of their product."""
+    checkpoints.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, by: str) -> None:
-        super().__init__()
-        self.gate_proj = linear_layer(by, hidden_size, intermediate_size)
-        self.up_proj = linear_layer(by, hidden_size, intermediate_size)
-        self.offload: Mark = offload_block
-        self.down_proj = linear_layer(by, intermediate_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.offload("mlp_act"):
-            return self.down_proj(swiglu(*merged(x, self.gate_proj, self.up_proj)))
-
-
-class SquaredReluMLP(nn.Module):
-    """[T, H] -> [T, H] through an intermediate width without a gate: down(relu(up(x)) ** 2), as in
-    Nemotron-H.
-
-    Source of the activation: So et al. 2021, arXiv:2109.08668.
+    down(silu(gate(x)) * up(x)), or with the activation `relu2` down(relu(up(x)) ** 2), as in
+    Nemotron-H (So et al. 2021, arXiv:2109.08668).
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, by: str) -> None:
+    def __init__(self, config: DecoderConfig, width: int) -> None:
         super().__init__()
-        self.up_proj = linear_layer(by, hidden_size, intermediate_size)
+        hidden, by = config.hidden_size, config.precision
+        is_gated = config.activation != "relu2"
+        self.gate_proj = linear_layer(by, hidden, width) if is_gated else None
+        self.up_proj = linear_layer(by, hidden, width)
         self.offload: Mark = offload_block
-        self.down_proj = linear_layer(by, intermediate_size, hidden_size)
+        self.down_proj = linear_layer(by, width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.offload("mlp_act"):
-            return self.down_proj(F.relu(self.up_proj(x)).square())
-
-
-def feed_forward(config: DecoderConfig, width: int) -> GatedMLP | SquaredReluMLP:
-    """A block of this intermediate width with the activation of `config`."""
-    if config.activation == "relu2":
-        return SquaredReluMLP(config.hidden_size, width, config.precision)
-    return GatedMLP(config.hidden_size, width, config.precision)
+            if self.gate_proj is None:
+                return self.down_proj(F.relu(self.up_proj(x)).square())
+            return self.down_proj(swiglu(*merged(x, self.gate_proj, self.up_proj)))

@@ -25,7 +25,7 @@ from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import State
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.mlp import feed_forward
+from packgraph.models.layers.mlp import FeedForward
 from packgraph.moe.balance import (
     attach,
     batch_loss,
@@ -136,7 +136,7 @@ class MoEBlock(nn.Module):
         self.fc1_latent_proj = linear_layer(by, hidden, latent) if latent else None
         self.fc2_latent_proj = linear_layer(by, latent, hidden) if latent else None
         width = config.experts.shared * config.experts.intermediate_size
-        self.shared_experts = feed_forward(config, width) if width else None
+        self.shared_experts = FeedForward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
         self.row_mesh: DeviceMesh | None = None
@@ -199,29 +199,23 @@ class MoEBlock(nn.Module):
         settings, context = self.settings, state.get("context")
         batch: PackedBatch = state["batch"]
         documents = batch.capacity.documents
-        document_ids = rank_rows(batch.document_ids, context, state.get("rows"), documents)
         parts = []
-        if settings.load_loss:
-            parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
-        if self.gate.step_load is not None:
-            parts.append(
-                settings.batch_loss * batch_loss(scores, self.gate.step_load, valid, context)
-            )
-        if settings.document_loss:
-            parts.append(
-                settings.document_loss
-                * document_loss(scores, experts, document_ids, valid, documents, context)
-            )
-        if settings.z_loss:
-            parts.append(settings.z_loss * z_loss(logits, valid, context))
+        if factor := settings.load_loss:
+            parts.append(factor * load_loss(scores, experts, valid, context))
+        if (load := self.gate.step_load) is not None:
+            parts.append(settings.batch_loss * batch_loss(scores, load, valid, context))
+        if factor := settings.document_loss:
+            ids = rank_rows(batch.document_ids, context, state.get("rows"), documents)
+            parts.append(factor * document_loss(scores, experts, ids, valid, documents, context))
+        if factor := settings.z_loss:
+            parts.append(factor * z_loss(logits, valid, context))
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:
         """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`, or
         `evaluation_demand`."""
         plan = self.dispatcher.preprocess(state["moe_routing"])
-        demand = self.dispatcher.demand(plan)
-        if demand is not None:
+        if (demand := self.dispatcher.demand(plan)) is not None:
             largest = self.demand if self._learns() else self.evaluation_demand
             with torch.no_grad():
                 largest.copy_(torch.maximum(largest, demand))
