@@ -56,9 +56,7 @@ class AcceleratedModule(torch.nn.Module):
         """Sends nothing to other processes within the block, for `accelerator.no_sync` and
         `accelerator.accumulate`."""
         (called,) = self._called
-        found: AbstractContextManager[None]
-        found = called.no_sync() if isinstance(called, ReplicatedModule) else nullcontext()
-        return found
+        return called.no_sync() if isinstance(called, ReplicatedModule) else nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state."""

@@ -58,12 +58,13 @@ def is_swiglu(module: Any) -> bool:
 
 def expert_problems(module: Any) -> list[str]:
     """Every reason why `run_experts` would not be what the module itself does."""
-    problems = []
-    if getattr(module, "has_post_expert_norm", False):
-        problems.append("its experts end with a norm")
-    if getattr(module, "_is_expert_parallel", False):
-        problems.append("its experts are spread over ranks by transformers")
-    return problems
+    problems = {
+        "its experts end with a norm": getattr(module, "has_post_expert_norm", False),
+        "its experts are spread over ranks by transformers": (
+            getattr(module, "_is_expert_parallel", False)
+        ),
+    }
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def _by_operations(module: Any, h: Tensor, weights: Tensor, plan: RowPlan) -> Tensor:

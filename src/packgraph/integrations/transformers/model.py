@@ -9,6 +9,9 @@ from the batch, masks and caches are left out, and the head is the chunked loss.
 State: batch and tokens_in_step from `begin`; hidden [T, H] and rotary, the tables of positions by
 type of layer, from `embed`; the head leaves the output alone. Rows of padding begin as exact zeros
 and stay finite, so nothing that a padding token holds reaches a result.
+
+Linear layers inside of layers, but for those at both ends, multiply in their dtype or in float8,
+over the same parameters (`set_precision`).
 """
 
 import functools
@@ -19,18 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State, run_stages
-from packgraph.integrations.transformers.attention import refuse_other_experts, use_ours
-from packgraph.integrations.transformers.checks import (
+from packgraph.integrations.transformers.families import (
+    PackedFamily,
     causal_model,
     check_outside,
     family_of,
     is_plain,
     takes_layer_type,
 )
-from packgraph.integrations.transformers.families import PackedFamily
-from packgraph.integrations.transformers.layer_call import BATCH, LayerCall, refuse_other_ways
-from packgraph.integrations.transformers.precision import set_precision
+from packgraph.integrations.transformers.mixers import (
+    BATCH,
+    LayerCall,
+    refuse_other_experts,
+    refuse_other_ways,
+    use_ours,
+)
 from packgraph.offloading.marks import offload_block
+from packgraph.ops.float8.linear import LAYERS, float8_layers, float8_problems, multiply_by
 from packgraph.ops.linear import NATIVE
 from packgraph.ops.log_probabilities import (
     Output,
@@ -241,19 +249,18 @@ class PackedModel(nn.Module):
             return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
         labels, head = batch.labels, self.causal.get_output_embeddings()
         scale, softcap = self._logits
-        if output != "loss":
-            entropy = output == "log_probabilities_and_entropies"
-            if is_plain(head):
-                found = linear_log_probabilities(
-                    hidden, head.weight, labels, scale=scale, softcap=softcap, entropy=entropy
-                )
-            else:
-                found = naive_log_probabilities(head(hidden), labels, scale, softcap, entropy)
-            return {"output": found}
-        if is_plain(head):
+        entropy = output == "log_probabilities_and_entropies"
+        if output == "loss" and is_plain(head):
             total = linear_cross_entropy(hidden, head.weight, labels, scale=scale, softcap=softcap)
+        elif is_plain(head):
+            total = linear_log_probabilities(
+                hidden, head.weight, labels, scale=scale, softcap=softcap, entropy=entropy
+            )
         else:
-            total = -naive_log_probabilities(head(hidden), labels, scale, softcap).sum()
+            total = naive_log_probabilities(head(hidden), labels, scale, softcap, entropy)
+            total = -total.sum() if output == "loss" else total
+        if output != "loss":
+            return {"output": total}
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         return {"output": total / tokens.clamp(min=1)}
@@ -337,3 +344,38 @@ def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]
         return {**state, "hidden": hidden[0]}
 
     return run_layer
+
+
+def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]:
+    """Let linear layers inside of `layers` multiply by `precision`, but for so many layers at both
+    ends. Returns every reason why they cannot; then nothing is changed."""
+    if precision not in LAYERS:
+        return [f"precision {precision!r} is unknown; known are {', '.join(LAYERS)}"]
+    if precision != NATIVE and (problems := precision_problems(layers, precision, ends)):
+        return [f"precision = {precision}: {problem}" for problem in problems]
+    for number, layer in enumerate(layers):
+        inner = precision != NATIVE and ends <= number < len(layers) - ends
+        layer.precision = precision if inner else NATIVE
+        multiply_by(layer, layer.precision)
+    return []
+
+
+def precision_problems(layers: Sequence[Any], precision: str, ends: int) -> list[str]:
+    """Every reason why layers between both ends cannot multiply by `precision`, one in float8."""
+    if ends < 0:
+        return [f"bf16_ends is {ends}, must not be negative"]
+    if 2 * ends >= len(layers):
+        return [f"bf16_ends {ends} leaves none of {len(layers)} layers"]
+    found: list[str] = []
+    for number, layer in enumerate(layers[ends : len(layers) - ends], ends):
+        problems, linear = float8_layers(layer, precision)
+        if any(hasattr(part, "is_concatenated") for part in layer.modules()):
+            problems.append("experts of transformers, and their routers, are not there yet")
+        if not linear:
+            problems.append("it has no nn.Linear")
+        found += [f"layer {number}: {problem}" for problem in problems]
+    first = next((value for layer in layers for value in layer.parameters()), None)
+    if first is not None and first.device.type == "cuda":
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else first.dtype
+        found += float8_problems(first.device, dtype, precision=precision)
+    return found

@@ -34,7 +34,6 @@ from packgraph.integrations.transformers.collator import (
     microbatch_capacities,
 )
 from packgraph.integrations.transformers.model import PackedModel, packed
-from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import COLUMNS
 from packgraph.packing.pack import Overlong, PackReport
@@ -142,12 +141,11 @@ class PackedTrainer(_Trainer):
         if self._packed_of is not self.model:
             if self._graphed is not None:
                 control(self._graphed).close()
-            self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
-            self._replicated = None
+            self._packed, self._packed_of = packed(self.model), self.model
+            self._graphed = self._replicated = None
         if self._graphed is None:
-            self._graphed = graph(
-                self._packed, self.data_collator.capacities, **self._graph_options
-            )
+            options = self._graph_options
+            self._graphed = graph(self._packed, self.data_collator.capacities, **options)
             self._logged = (0, Counter())
         return self._graphed
 
@@ -180,8 +178,10 @@ class PackedTrainer(_Trainer):
                 total += super().training_step(model, {PACKS: [pack]}, num_items_in_batch)
         if replicated is not None and is_last and not packs:
             replicated.reduce_gradients()
+        more = inputs[REPORT].state_dict()
         for counts in (self._seen, self._total):
-            _add(counts, inputs[REPORT])
+            known = counts.state_dict()
+            counts.load_state_dict({name: known[name] + more[name] for name in known})
         return total
 
     def compute_loss(
@@ -203,7 +203,9 @@ class PackedTrainer(_Trainer):
         replicas = self._replicas() if torch.is_grad_enabled() else None
         call: torch.nn.Module = replicas or self.graphed
         with self.accelerator.autocast():
-            losses = [call(self._placed(pack), num_items_in_batch) for pack in packs]
+            device = self.args.device
+            placed = [pack if pack.data.device == device else pack.to(device) for pack in packs]
+            losses = [call(pack, num_items_in_batch) for pack in placed]
         loss = sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]
         return loss * self._scale if self._scale > 1 and torch.is_grad_enabled() else loss
 
@@ -278,16 +280,11 @@ class PackedTrainer(_Trainer):
         return found if self.args.average_tokens_across_devices else 1
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        counted = self.args.include_num_input_tokens_seen
-        if counted != "no":
-            packs = inputs[PACKS]
+        if (counted := self.args.include_num_input_tokens_seen) != "no":
             real = counted == "non_padding"
             self.state.num_input_tokens_seen += sum(
-                pack.num_tokens if real else pack.capacity.tokens for pack in packs
+                pack.num_tokens if real else pack.capacity.tokens for pack in inputs[PACKS]
             )
-
-    def _placed(self, pack: PackedBatch) -> PackedBatch:
-        return pack if pack.data.device == self.args.device else pack.to(self.args.device)
 
 
 def _problems(trainer: Any, collator: Any) -> list[str]:
@@ -326,11 +323,6 @@ def _problems(trainer: Any, collator: Any) -> list[str]:
 
 def _evaluated(trainer: Any) -> list[Any]:
     """The data sets for evaluation."""
-    found = trainer.eval_dataset
-    if found is None:
+    if (found := trainer.eval_dataset) is None:
         return []
     return list(found.values()) if isinstance(found, dict) else [found]
-
-
-def _add(counts: PackReport, more: PackReport) -> None:
-    counts.load_state_dict({k: v + more.state_dict()[k] for k, v in counts.state_dict().items()})

@@ -30,8 +30,7 @@ from packgraph.integrations.transformers.deferred import (
     defer_stored,
     skeleton,
 )
-from packgraph.integrations.transformers.model import PackedModel, packed
-from packgraph.integrations.transformers.precision import precision_problems
+from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE

@@ -18,7 +18,7 @@ from packed_families import CAPACITY, DOCUMENTS, batch_of, build, document_loss,
 from transformers import AttentionInterface
 
 from packgraph.integrations.transformers import packed
-from packgraph.integrations.transformers.recurrent import runner_of
+from packgraph.integrations.transformers.mixers import runner_of
 
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}  # as in test_families.py
 HYBRIDS = ("bamba", "falcon_h1", "nemotron_h", "qwen3_next")

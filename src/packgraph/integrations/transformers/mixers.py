@@ -1,0 +1,280 @@
+"""Attention and mixers with a state, over packed documents, in the place of transformers' own.
+
+    run_layer -- LayerCall --> layer -- LayerCall --> attention or mixer of ours: an entry in `ran`
+        `------------ refuse_other_ways: has every one of them run? ------------'
+
+A layer hands keyword arguments that it does not know on to the implementation of attention, so the
+packed batch travels with the call, and nothing is stored anywhere. Implementations are registered
+under own names. Calls without a packed batch, such as those of `generate`, go to what the config
+had before; for `eager` that is a function of the model's own file. Masks are never made for packed
+batches: their layers get None. A mixer of transformers has no interface to register with, so
+`forward` of each such module is set to one that takes calls with a packed batch, and hands all
+others to its class. States and convolutions never cross from one document to the next; where
+documents begin is read on the device.
+
+What runs in a layer is decided by its configs, classes and attributes, which anybody may change at
+any time. So nothing is concluded from them: an implementation that was not ours leaves no entry.
+Replays run no Python; graphs watch all of it, and a change leads back here.
+"""
+
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packgraph.integrations.transformers.experts import run_experts
+from packgraph.mamba.conv import live_document_ids, packed_causal_conv
+from packgraph.mamba.gated_delta import gated_delta
+from packgraph.mamba.ssd import ssd
+from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.options import ScoreOptions
+from packgraph.packing.batch import PackedBatch
+
+BATCH = "packed_batch"  # keyword argument of layers
+
+
+class LayerCall(NamedTuple):
+    """The arguments that a layer hands down to its attention and mixers.
+
+    window: of attention in this layer, None for none. ran: class of each module that ran ours.
+    """
+
+    batch: PackedBatch
+    window: int | None
+    ran: list[str]
+
+    def refuse_other_attention(
+        self, module: nn.Module, length: int, mask: Tensor | None, given: dict[str, Any]
+    ) -> None:
+        """Raises ValueError where attention is asked for something else than causal attention
+        within documents and the layer's window. given: further arguments of its implementation."""
+        wrong = {
+            "a mask of its own": mask is not None,
+            f"{length} keys": length != self.batch.tokens.shape[0],
+            f"a window of {given.get('sliding_window')}, not {self.window}": (
+                given.get("sliding_window", self.window) != self.window
+            ),
+            "no causal order": not given.get("is_causal", getattr(module, "is_causal", True)),
+        }
+        if any(wrong.values()):
+            told = ", ".join(what for what, there in wrong.items() if there)
+            raise ValueError(
+                f"{type(module).__name__} asks for attention with {told}, which packed documents "
+                f"cannot have; use the model's own attention"
+            )
+
+
+def refuse_other_ways(layer: Any, call: LayerCall) -> None:
+    """Raises ValueError unless every module that reads other tokens has run ours."""
+    if len(call.ran) < layer.token_mixers:
+        ran = ", ".join(call.ran) or "none"
+        raise ValueError(
+            f"documents would see each other in {type(layer).__name__}: of {layer.token_mixers} "
+            f"modules that read other tokens {ran} ran packgraph's implementation; call "
+            "packed(model) again after set_attn_implementation, and after replacing a module or "
+            "its config"
+        )
+
+
+def run_mamba(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
+    """A Mamba-2 mixer: [T, H] -> [T, H]. Families differ in factors on the input and in whether a
+    norm precedes the last projection."""
+    ids = live_document_ids(batch)
+    projected = mixer.in_proj(x * getattr(mixer, "ssm_in_multiplier", 1.0))
+    if hasattr(mixer, "mup_vector"):
+        projected = projected * mixer.mup_vector.flatten()
+    inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+    gate, columns, steps = projected.split((inner, mixer.conv_dim, mixer.num_heads), dim=-1)
+    weight = mixer.conv1d.weight.squeeze(1)
+    mixed = packed_causal_conv(columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
+    heads, b, c = mixed.split((inner, state, state), dim=-1)
+    b, c = (part.unflatten(-1, (mixer.n_groups, mixer.ssm_state_size)) for part in (b, c))
+    least, most = mixer.time_step_limit
+    dt = F.softplus(steps.float() + mixer.dt_bias.float()).clamp(min=least, max=most)
+    decay = -mixer.A_log.float().exp()
+    heads = heads.unflatten(-1, (mixer.num_heads, mixer.head_dim))
+    y = ssd(heads, dt, decay, b, c, mixer.D.float(), ids, mixer.chunk_size)
+    y = y.flatten(1)
+    if isinstance(mixer.norm, nn.Identity):
+        y = y * F.silu(gate)
+    else:
+        y = mixer.norm(y[None], gate[None])[0]
+    return mixer.out_proj(y.to(x.dtype))
+
+
+def run_gated_delta(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
+    """A mixer of the gated delta rule: [T, H] -> [T, H]."""
+    ids = live_document_ids(batch)
+    q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
+        mixer.in_proj_qkvz(x[None]), mixer.in_proj_ba(x[None])
+    )
+    columns = torch.cat([part[0].flatten(1) for part in (q, k, v)], dim=-1)
+    weight = mixer.conv1d.weight.squeeze(1)
+    mixed = packed_causal_conv(columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
+    q, k, v = mixed.split((mixer.key_dim, mixer.key_dim, mixer.value_dim), dim=-1)
+    q, k = (_normalised(part.unflatten(-1, (-1, mixer.head_k_dim)).float()) for part in (q, k))
+    v = v.unflatten(-1, (-1, mixer.head_v_dim))
+    decay = -mixer.A_log.float().exp() * F.softplus(a[0].float() + mixer.dt_bias.float())
+    y = gated_delta(q * mixer.head_k_dim**-0.5, k, v, decay, b[0].sigmoid(), ids)
+    y = mixer.norm(y.flatten(0, 1), z[0].flatten(0, 1))
+    return mixer.out_proj(y.view(x.shape[0], -1))
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x [..., D], of length one."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]], ...] = (
+    (frozenset({"in_proj", "conv1d", "A_log", "D", "dt_bias", "ssm_state_size"}), run_mamba),
+    (frozenset({"in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias"}), run_gated_delta),
+)
+
+
+# Packages whose `forward` does what that of transformers does: of devices, dtypes, kernels.
+AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.", "torch.")
+
+
+OLD_TRACER = torch.__version__ < "2.12"  # which takes `__module__` of a method for another
+
+
+def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
+    """Returns the function that runs a mixer with a state over packed documents, else None."""
+    for names, run in MIXERS:
+        if all(hasattr(module, name) for name in names):
+            return run
+    return None
+
+
+def is_theirs(module: nn.Module) -> bool:
+    """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
+    which takes its place, leaves out any other."""
+    if OLD_TRACER and torch.compiler.is_compiling():
+        return True
+    found = str(module.forward.__module__), str(type(module).forward.__module__)
+    return all(name.startswith(AROUND) for name in found)
+
+
+def mixer_problems(module: Any) -> list[str]:
+    """Every reason why a mixer with a state would not be what it is in transformers."""
+    if runner_of(module) is None:
+        named = hasattr(module, "A_log")
+        return [f"{type(module).__name__} has a state that crosses documents"] if named else []
+    if not is_theirs(module):
+        return [f"{type(module).__name__} has a forward of its own, which would not run"]
+    if type(module.conv1d) is not nn.Conv1d:
+        return [f"{type(module.conv1d).__name__} around a convolution would not be called"]
+    if module.activation not in ("silu", "swish"):
+        return [f"its convolutions end with {module.activation}, not with silu"]
+    return []
+
+
+def forward(
+    self: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    packed_batch: LayerCall | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`forward` of a mixer: [1, T, H] -> [1, T, H] where a packed batch is given, else as its class
+    does it."""
+    if packed_batch is None:
+        found: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return found
+    run = runner_of(self)
+    assert run is not None
+    packed_batch.ran.append(type(self).__name__)
+    return run(self, hidden_states[0], packed_batch.batch)[None]
+
+
+PREFIX = "packgraph"
+
+
+def attend(
+    otherwise: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_batch: LayerCall | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An implementation of attention for transformers. query, key, value: [1, heads, T, D]. Returns
+    [1, T, heads, D] and no probabilities.
+
+    otherwise: name of the implementation for calls without a packed batch, `sdpa` or `eager`.
+    """
+    if packed_batch is None:
+        known = {
+            "scaling": scaling,
+            "dropout": dropout,
+            "softcap": softcap,
+            "s_aux": s_aux,
+        }
+        given = {name: value for name, value in known.items() if value is not None}
+        if otherwise == "eager":  # a function of the model's own file
+            own: Any = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        else:
+            own = importlib.import_module("transformers").AttentionInterface()[otherwise]
+        found: tuple[Tensor, Tensor | None] = own(
+            module, query, key, value, attention_mask, **given, **others
+        )
+        return found
+    packed_batch.refuse_other_attention(module, key.shape[-2], attention_mask, others)
+    options = ScoreOptions(others.get("sliding_window"), softcap or 0.0, dropout, s_aux)
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
+    meta = attention_metadata(packed_batch.batch, choice.name, finite_padding=True)
+    packed_batch.ran.append(type(module).__name__)
+    return attention(q, k, v, meta, scale=scaling, options=options)[None], None
+
+
+def use_ours(model: Any) -> None:
+    """Make every layer of `model`, a PreTrainedModel, call our attention, experts and mixers with a
+    state, also those whose config is not the model's."""
+    for module in model.modules():
+        if runner_of(module) is not None:
+            module.forward = types.MethodType(forward, module)
+    transformers = importlib.import_module("transformers")
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for config in {id(found): found for found in configs}.values():
+        now = getattr(config, "_attn_implementation", PREFIX) or "eager"
+        if not now.startswith(PREFIX):
+            otherwise = "sdpa" if now != "eager" and model._supports_sdpa else "eager"
+            config._attn_implementation = f"{PREFIX}_{otherwise}"
+    for otherwise in ("sdpa", "eager"):  # a model that was unpickled has the names alone
+        name, masks = f"{PREFIX}_{otherwise}", transformers.AttentionMaskInterface
+        transformers.AttentionInterface.register(name, functools.partial(attend, otherwise))
+        masks.register(name, masks()[otherwise])
+    moe = importlib.import_module("transformers.integrations.moe")
+    moe.ExpertsInterface.register(PREFIX, run_experts)
+    for module in experts_of(model):
+        module.config._experts_implementation = PREFIX
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Modules whose forward goes through transformers' interface of experts."""
+    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
+
+
+def refuse_other_experts(layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError where experts of `layers` would not run ours."""
+    for module in (found for layer in layers for found in experts_of(layer)):
+        if module.config._experts_implementation != PREFIX:
+            raise ValueError(
+                f"{type(module).__name__} would run as {module.config._experts_implementation!r}, "
+                "not as packgraph's grouped products; call packed(model) again after "
+                "set_experts_implementation, and after replacing a module or its config"
+            )
