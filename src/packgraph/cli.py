@@ -185,7 +185,7 @@ COMMANDS: Mapping[str, Command] = {
         "draw a pipeline schedule, or choose buckets for the lengths of DATA",
     ),
     "data": Command(
-        "packgraph.train.data.command:data_command",
+        "packgraph.train.data.shard_build:data_command",
         "data build|check",
         "tokenize documents once into memory-mapped shards",
     ),

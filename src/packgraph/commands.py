@@ -46,7 +46,7 @@ from packgraph.train.config.commands import (
 from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
 from packgraph.train.config.reading import ConfigError, ConfigLayer, nearest, read_config
 from packgraph.train.config.values import CommandArguments
-from packgraph.train.data.command import DataArguments
+from packgraph.train.data.shard_build import DataArguments
 from packgraph.train.export import ChatArguments
 from packgraph.train.export import export as export_run
 from packgraph.train.features.live import live_layer

@@ -3,14 +3,16 @@
 import numpy as np
 
 from packgraph.packing.document import Document
-from packgraph.train.data.source import BadDocuments, SourceDocument
+from packgraph.train.data.files import OpenedFiles
+from packgraph.train.data.source import SourceDocument
 
 
-class Source:
+class Source(OpenedFiles):
     """Documents of heavy-tailed lengths: number n depends on n alone. One fills the largest row to
     its last token."""
 
     def __init__(self, longest, count=400):
+        super().__init__()
         draw = np.random.default_rng(longest)
         self.lengths = np.minimum(
             longest, np.maximum(2, draw.lognormal(2.0, 1.2, count).astype(int))
@@ -22,14 +24,6 @@ class Source:
 
     def __getitem__(self, index):
         return SourceDocument(f"document {index}", text=str(index))
-
-    bad, largest_id = BadDocuments(), (-1, "")
-
-    def check_unchanged(self):
-        pass
-
-    def fingerprint(self):
-        return "lengths"
 
 
 class Tokens:

@@ -11,8 +11,9 @@ from typing import Any
 from shardkit import write_rows
 
 from packgraph.train.data import DataConfig, SourceDocument
+from packgraph.train.data.files import OpenedFiles
 from packgraph.train.data.order import SourcePart
-from packgraph.train.data.source import BadDocumentError, BadDocuments
+from packgraph.train.data.source import BadDocumentError
 
 
 def write_mixed(path: Path, count: int = 60) -> DataConfig:
@@ -37,13 +38,12 @@ def write_mixed(path: Path, count: int = 60) -> DataConfig:
     return config
 
 
-class Texts:
+class Texts(OpenedFiles):
     """A source of texts in memory. reads: a file that gets a byte with each document that is
     read."""
 
-    bad, largest_id = BadDocuments(), (-1, "")
-
     def __init__(self, count: int = 60, reads: Path | None = None) -> None:
+        super().__init__()
         self.count, self.reads = count, reads
 
     def __len__(self) -> int:
@@ -54,11 +54,6 @@ class Texts:
             with self.reads.open("ab", buffering=0) as stream:
                 stream.write(b".")
         return SourceDocument(f"text {index}", text=chr(97 + index % 26) * (1 + index * 37 % 200))
-
-    def check_unchanged(self) -> None: ...
-
-    def fingerprint(self) -> str:
-        return "texts"
 
 
 class Mixture(Texts):

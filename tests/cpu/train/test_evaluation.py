@@ -23,6 +23,7 @@ from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import best_checkpoint, checkpoints_by_step, load_state
 from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import DataError, open_documents
+from packgraph.train.data.files import OpenedFiles
 from packgraph.train.data.held_out import is_held_out, split
 from packgraph.train.data.order import SourcePart
 from packgraph.train.evaluation import STOPPED_EARLY, Best
@@ -172,10 +173,11 @@ def test_what_is_held_out_depends_on_the_place_alone():
     assert not is_held_out(np.arange(1000), 0.0).any()
 
 
-class _Parts:
+class _Parts(OpenedFiles):
     """A source of two parts without documents to read."""
 
     def __init__(self, *sizes):
+        super().__init__()
         self.parts = [SourcePart(size, weight) for weight, size in enumerate(sizes, 1)]
 
     def __len__(self):
@@ -183,9 +185,6 @@ class _Parts:
 
     def __getitem__(self, index):
         return index
-
-    def fingerprint(self):
-        return "parts"
 
 
 def test_every_part_of_a_mixture_gives_its_share():

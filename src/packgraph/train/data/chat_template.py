@@ -96,13 +96,19 @@ def token_text(options: Mapping[str, Any], name: str) -> Any:
 
 
 class ChatTemplate:
-    """Templates of a tokenizer, and the special tokens that they may name. name: of their file."""
+    """Templates of a tokenizer, and the special tokens that they may name.
+
+    Attributes:
+        name: Of their file.
+        is_dated: They write a date, which is always that of CLOCK.
+        fingerprint: Changes when a text would change.
+    """
 
     def __init__(self, templates: Mapping[str, str], special: dict[str, str], name: str) -> None:
         """templates: by name, `default` and perhaps `tool_use`. name: of their file, for
         messages."""
         self._templates, self._special, self.name = templates, special, name
-        self._text = "".join(templates.values())
+        self.is_dated = "strftime_now" in "".join(templates.values())
         identity = repr((sorted(templates.items()), special, str(CLOCK)))
         self.fingerprint = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()[:16]
 
@@ -132,11 +138,6 @@ class ChatTemplate:
         special = {name: text for name, text in tokens.items() if isinstance(text, str)}
         kept = {name: text for name, text in templates.items() if name in files}
         return ChatTemplate(kept, special, str(named))
-
-    @property
-    def is_dated(self) -> bool:
-        """It writes a date, which is always that of CLOCK."""
-        return "strftime_now" in self._text
 
     def write(
         self,

@@ -1,5 +1,5 @@
 """The files of a source: which they are, and whether one is still that which was opened at the
-start of a run.
+start of a run (`OpenedFiles`, the base of sources of files).
 
 A stamp is compared with the handle that was read from, after reading: so what was read is what the
 stamp belongs to, whether the file was replaced by another or written to in place. Contents are
@@ -14,7 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 from packgraph.models.foreign import naming
-from packgraph.train.data.source import DataChangedError, DataError
+from packgraph.train.data.source import BadDocuments, DataChangedError, DataError
 
 # Endings of files that hold documents and are not read, and what to do.
 UNREAD = {
@@ -150,3 +150,25 @@ def check_all(stamped: Iterable[tuple[Path, FileStamp]]) -> None:
             stamp.check(file.stat(), file)
         except FileNotFoundError as error:
             raise changed(file, "it is gone") from error
+
+
+class OpenedFiles:
+    """Base of a `DocumentSource` of files. Its constructor fills in what is found.
+
+    Attributes:
+        bad: Documents that were left out when the source was opened.
+        largest_id: As of `DocumentSource`.
+    """
+
+    def __init__(self) -> None:
+        self.bad, self.largest_id = BadDocuments(), (-1, "")
+        self._stamped: list[tuple[Path, FileStamp]] = []
+        self._fingerprint = ""
+
+    def check_unchanged(self) -> None:
+        """Raise DataChangedError naming a file that is not what it was when it was opened."""
+        check_all(self._stamped)
+
+    def fingerprint(self) -> str:
+        """Hash of what was found."""
+        return self._fingerprint

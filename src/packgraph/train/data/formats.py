@@ -1,15 +1,10 @@
-"""The sources of documents: JSON lines, a folder of text files, Parquet tables, and the Python
-standard library.
+"""The sources of documents: JSON lines and files of text (`FileSource`), Parquet tables, and the
+Python standard library.
 
-JSON lines (`JsonLinesSource`) have one JSON object a line.
-
-All lines are checked when the source is opened, so that a run of hours does not end at a bad one:
-also the ids, labels, masks and boundaries of tokenized rows, which adds about half to the time of
-reading their JSON. Only the places of lines are kept in memory, and the largest id, which is held
-against the vocabulary when the tokenizer is known.
-
-A folder of text files (`TextFolderSource`) has a document in each. All are read once when the
-source is opened, to find bad ones early.
+All lines and texts are checked when a source is opened, so that a run of hours does not end at a
+bad one: also the ids, labels, masks and boundaries of tokenized rows, which adds about half to the
+time of reading their JSON. Only the places of documents are kept in memory, and the largest id,
+which is held against the vocabulary when the tokenizer is known.
 
 Parquet tables (`ParquetSource`) come through Hugging Face `datasets`, which maps them from disk:
 only rows in use are in memory.
@@ -35,22 +30,23 @@ import hashlib
 import json
 import os
 import random
+import sys
 import sysconfig
 import textwrap
 import warnings
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from packgraph.models.foreign import in_one_line, naming
 from packgraph.train.config.sections import DataConfig
-from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged, readable
-from packgraph.train.data.rows import document_of_row
+from packgraph.train.data.files import FileStamp, OpenedFiles, files_of, read_unchanged, readable
+from packgraph.train.data.rows import document_of_row, named
 from packgraph.train.data.shards import ShardSource
 from packgraph.train.data.source import (
     BadDocumentError,
-    BadDocuments,
     DataError,
     DocumentSource,
     MissingPackageError,
@@ -79,94 +75,87 @@ Block = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 STDLIB_DOCUMENTS = 6000
 
 
-class JsonLinesSource:
-    """Documents from the lines of a .jsonl file, or of all .jsonl files in a folder. Blank lines
-    are skipped."""
+class FileSource(OpenedFiles):
+    """Documents from the lines of .jsonl files, or from files of text, each a document.
 
-    def __init__(
-        self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False
-    ) -> None:
-        """limit: number of lines to read. skip_bad: leave out lines that are no documents, and
-        count them in `bad`.
+    Blank lines and files are left out. The fingerprint is of all lines, or texts.
+    """
 
-        Raises DataError with file:line for the first line that is no document, if they are not left
-        out.
-        """
-        self._text_column = text_column
-        self._files = files_of(path, (".jsonl", ".json"))
+    def __init__(self, config: DataConfig) -> None:
+        """Raises DataError naming file and line of the first that is no document; with `on_bad` =
+        skip those are left out and counted."""
+        super().__init__()
+        self._text_column, self._has_lines = config.text_column, config.source == "jsonl"
+        path, limit = config.path or "", config.max_documents_loaded or sys.maxsize
         # File number, line number, CRC-32 and byte offset of each document.
         self._places = array("q")
-        self._stamps: list[FileStamp] = []
-        self._skip_bad, self.bad = skip_bad, BadDocuments()
-        self.largest_id = -1, ""
         digest = hashlib.sha256()
-        for number, file in enumerate(self._files):
-            for line in self._scan(number, file, limit):
-                digest.update(line)
+        for file in files_of(path, (".jsonl", ".json") if self._has_lines else config.suffixes):
+            if len(self) >= limit:
+                break
+            with readable(file), file.open("rb") as stream:
+                stamp, offset = FileStamp.of(os.fstat(stream.fileno())), 0
+                self._stamped.append((file, stamp))
+                for line, content in enumerate(stream if self._has_lines else [stream.read()], 1):
+                    if len(self) >= limit:
+                        break
+                    if found := self._look(content, line, skip_bad=config.on_bad == "skip"):
+                        place = len(self._stamped) - 1, line, crc32(content), offset
+                        self._places.extend(place)
+                        text = f"{found.text}\0".encode()
+                        digest.update(content if self._has_lines else text)
+                    offset += len(content)
+                stamp.check(os.fstat(stream.fileno()), file)
         self._fingerprint = digest.hexdigest()[:16]
         if not len(self):
-            found = (
-                f"only {self.bad.count} bad ones ({self.bad.first[0]})"
-                if self.bad.count
-                else "only blank lines"
+            blank = "only blank lines" if self._has_lines else "all text files are empty"
+            bad = self.bad.count and f"only {self.bad.count} bad ones ({self.bad.first[0]})"
+            raise DataError(
+                f"{path}: no documents, {bad or blank}; is it the right one (data.path)?"
             )
-            raise DataError(f"{path}: no documents, {found}; is it the right file (data.path)?")
 
     def __len__(self) -> int:
         return len(self._places) // 4
 
     def __getitem__(self, index: int) -> SourceDocument:
         number, line, *place = self._places[4 * index : 4 * index + 4]
-        content = read_unchanged(self._files[number], self._stamps[number], *place, line=True)
-        return self._parse(content, f"{self._files[number]}:{line}")
+        file, stamp = self._stamped[number]
+        content = read_unchanged(file, stamp, *place, line=self._has_lines)
+        found = self._parse(content, f"{file}:{line}" if self._has_lines else str(file))
+        assert found is not None, "its bytes are those that were a document"
+        return found
 
-    def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(zip(self._files, self._stamps, strict=False))
-
-    def fingerprint(self) -> str:
-        """Hash of all lines."""
-        return self._fingerprint
-
-    def _scan(self, number: int, file: Path, limit: int | None) -> Iterator[bytes]:
-        """Note the places of a file's documents; yields their lines."""
-        offset = 0
-        with readable(file), file.open("rb") as stream:
-            stamp = FileStamp.of(os.fstat(stream.fileno()))
-            self._stamps.append(stamp)
-            for line, content in enumerate(stream, start=1):
-                if limit is not None and len(self) >= limit:
-                    break
-                if content.strip() and self._is_good(content, f"{file}:{line}"):
-                    self._places.extend((number, line, crc32(content), offset))
-                    yield content
-                offset += len(content)
-            stamp.check(os.fstat(stream.fileno()), file)
-
-    def _is_good(self, content: bytes, where: str) -> bool:
-        """Tells whether a line is a document, and counts it if not. Raises BadDocumentError if bad
-        ones are not left out."""
+    def _look(self, content: bytes, line: int, *, skip_bad: bool) -> SourceDocument | None:
+        """The document in a part of the file opened last; None where it is left out."""
+        file = self._stamped[-1][0]
+        where = f"{file}:{line}" if self._has_lines else str(file)
         try:
             document = self._parse(content, where)
-            if document.row is not None:
+            if document and document.row is not None:
                 largest = largest_id(read_row(document.row, where))
                 if largest > self.largest_id[0]:
                     self.largest_id = largest, where
         except BadDocumentError as error:
-            if not self._skip_bad:
+            if not skip_bad:
                 raise
             self.bad.add(error)
-            return False
-        return True
+            return None
+        return document
 
-    def _parse(self, content: bytes, where: str) -> SourceDocument:
+    def _parse(self, content: bytes, where: str) -> SourceDocument | None:
+        """A line or a file as a document, None where it is blank."""
+        if self._has_lines and not content.strip():
+            return None
         try:
-            # utf-8-sig: some editors begin a file with a byte order mark.
-            row: Any = json.loads(content.decode("utf-8-sig").rstrip())
+            text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
         except UnicodeDecodeError as error:
             raise BadDocumentError(
-                f"{where}: not UTF-8 (byte {error.start}: {error.reason})"
+                f"{where}: not UTF-8 (byte {error.start}: {error.reason}); convert or remove it"
             ) from error
+        if not self._has_lines:
+            return SourceDocument(where, text=text) if text.strip() else None
+        try:
+            row: Any = json.loads(text.rstrip())
         except json.JSONDecodeError as error:
             what = error.msg.removesuffix(" at")
             raise BadDocumentError(
@@ -185,100 +174,31 @@ class JsonLinesSource:
         return document_of_row(row, where, self._text_column)
 
 
-class TextFolderSource:
-    """Documents from the non-empty UTF-8 files with one of `suffixes` below `path` (or from the one
-    file `path`)."""
+class ParquetSource(OpenedFiles):
+    """Documents from the rows of a .parquet file, or of all of them below a folder.
 
-    def __init__(
-        self,
-        path: str,
-        suffixes: Sequence[str],
-        limit: int | None = None,
-        *,
-        skip_bad: bool = False,
-    ) -> None:
-        """limit: number of files to read. skip_bad: leave out files that are not UTF-8, and count
-        them in `bad`.
+    The fingerprint is of the files' contents (see `sampled_digest`) and the number of rows.
+    """
 
-        Raises DataError naming the file that is not UTF-8, if they are not left out.
-        """
-        self._files: list[Path] = []
-        self._stamps: list[tuple[FileStamp, int]] = []  # and CRC-32
-        self.bad, self.largest_id = BadDocuments(), (-1, "")
-        digest = hashlib.sha256()
-        for file in files_of(path, suffixes):
-            if limit is not None and len(self._files) >= limit:
-                break
-            stamp = FileStamp.of(file.stat())
-            content = read_unchanged(file, stamp)
-            try:
-                text = _decoded(file, content)
-            except BadDocumentError as error:
-                if not skip_bad:
-                    raise
-                self.bad.add(error)
-                continue
-            if text.strip():
-                self._files.append(file)
-                self._stamps.append((stamp, crc32(content)))
-                digest.update(text.encode() + b"\0")
-        if not self._files:
-            raise DataError(
-                f"{path}: all text files are empty{' or bad' if self.bad.count else ''} (data.path)"
-            )
-        self._fingerprint = digest.hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> SourceDocument:
-        file = self._files[index]
-        content = read_unchanged(file, *self._stamps[index])
-        return SourceDocument(str(file), text=_decoded(file, content))
-
-    def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(zip(self._files, (stamp for stamp, _ in self._stamps), strict=True))
-
-    def fingerprint(self) -> str:
-        """Hash of all texts."""
-        return self._fingerprint
-
-
-def _decoded(file: Path, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadDocumentError(
-            f"{file}: not UTF-8 (byte {error.start}: {error.reason}); convert or remove it"
-        ) from error
-
-
-class ParquetSource:
-    """Documents from the rows of a .parquet file, or of all of them below a folder."""
-
-    def __init__(
-        self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False
-    ) -> None:
-        """limit: number of rows to use. Raises DataError; MissingPackageError without
-        `datasets`."""
-        self._text_column = text_column
-        self._path = path
-        files = files_of(path, (".parquet",))
-        self._stamps = [(file, FileStamp.of(file.stat())) for file in files]
-        self.bad, self.largest_id = BadDocuments(), (-1, "")
-        digests = []
+    def __init__(self, config: DataConfig) -> None:
+        """Raises DataError; MissingPackageError without `datasets`."""
+        super().__init__()
+        self._text_column, self._path = config.text_column, config.path or ""
+        files, digests, changes = files_of(self._path, (".parquet",)), [], []
         for file in files:
             with readable(file):
+                status = file.stat()
+                self._stamped.append((file, FileStamp.of(status)))
                 digests.append(sampled_digest(file))
+                changes.append(str(file.stat().st_ctime_ns))
         # Of large files a digest knows samples, and their times of change what else is written.
-        changes = [str(file.stat().st_ctime_ns) for file in files]
-        table = _load([str(file) for file in files], path, " ".join(digests + changes))
+        table = _load([str(file) for file in files], self._path, " ".join(digests + changes))
         self._features = table.features
-        self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
+        limit = config.max_documents_loaded or len(table)
+        self._table: Any = table.select(range(min(limit, len(table))))
         if not len(self):
-            raise DataError(f"{path}: no rows (data.path)")
-        if not skip_bad:
+            raise DataError(f"{self._path}: no rows (data.path)")
+        if config.on_bad != "skip":
             self[0]
         self.check_unchanged()
         described = " ".join([*digests, str(len(self))])
@@ -290,14 +210,6 @@ class ParquetSource:
     def __getitem__(self, index: int) -> SourceDocument:
         row = _without_gaps(self._table[index], self._features)
         return document_of_row(row, f"{self._path}, row {index}", self._text_column)
-
-    def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(self._stamps)
-
-    def fingerprint(self) -> str:
-        """Hash of the files' contents (see `sampled_digest`) and the number of rows."""
-        return self._fingerprint
 
 
 def _without_gaps(value: Any, feature: Any) -> Any:
@@ -316,16 +228,22 @@ def _load(files: list[str], path: str, digests: str) -> Any:
     """The table of files with these digests."""
     try:
         import datasets
+        import pyarrow.parquet
     except ImportError as error:
         raise MissingPackageError(
             f"{path}: Parquet needs the package `datasets`: {INSTALL}"
         ) from error
-    columns = {file: _columns(file) for file in files}
+    columns = []
     for file in files:
-        if columns[file] != columns[files[0]]:
+        with naming(file, "not a Parquet file", DataError):
+            found = pyarrow.parquet.read_metadata(file)
+            columns.append(sorted(found.schema.to_arrow_schema().names))
+        if not found.num_rows or not columns[-1]:
+            raise DataError(f"{file}: no rows (data.path); remove it")
+        if columns[-1] != columns[0]:
             raise DataError(
-                f"{file}: it has the columns {_named(columns[file])}, but {files[0]} has "
-                f"{_named(columns[files[0]])}; give tables of the same columns"
+                f"{file}: it has the columns {named(columns[-1])}, but {files[0]} has "
+                f"{named(columns[0])}; give tables of the same columns"
             )
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, below
@@ -335,58 +253,27 @@ def _load(files: list[str], path: str, digests: str) -> Any:
         cache = Path(datasets.config.HF_DATASETS_CACHE) / f"packgraph-{name}"
         return datasets.Dataset.from_parquet(files, cache_dir=str(cache))
     except datasets.exceptions.DatasetGenerationError as error:
-        raise DataError(_why(files, path, error)) from error
+        for file in files:  # it does not say which one it could not read
+            with naming(file, "damaged", DataError, "get it again, or remove it"):
+                for _ in pyarrow.parquet.ParquetFile(file).iter_batches():
+                    pass
+        raise DataError(
+            f"{path}: `datasets` cannot read it ({in_one_line(error.__cause__ or error)})"
+        ) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
 
 
-def _columns(file: str) -> list[str]:
-    """Names of the columns of a table. Raises DataError for one that is damaged, or has no rows or
-    columns."""
-    import pyarrow.parquet
-
-    try:
-        found = pyarrow.parquet.read_metadata(file)
-        names = sorted(found.schema.to_arrow_schema().names)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a Parquet file ({_first_line(error)})") from error
-    if not found.num_rows or not names:
-        raise DataError(f"{file}: no rows (data.path); remove it")
-    return names
-
-
-def _why(files: list[str], path: str, error: Exception) -> str:
-    """Names the file that `datasets` could not read (it does not say so itself), and the reason."""
-    import pyarrow.parquet
-
-    for file in files:
-        try:
-            with pyarrow.parquet.ParquetFile(file) as table:
-                for _ in table.iter_batches():
-                    pass
-        except (pyarrow.ArrowException, OSError) as damage:
-            return f"{file}: damaged ({_first_line(damage)}); get it again, or remove it"
-    return f"{path}: `datasets` cannot read it ({_first_line(error.__cause__ or error)})"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _named(columns: list[str]) -> str:
-    return ", ".join(columns[:8]) + (f" and {len(columns) - 8} more" if len(columns) > 8 else "")
-
-
-class StandardLibrarySource:
+class StandardLibrarySource(OpenedFiles):
     """Documents from the modules in `folder`. unparsable: number of files that are no valid Python,
     left out."""
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         """limit: number of documents after which no more files are read. Raises DataError when
         there is nothing."""
+        super().__init__()
         self._folder = folder or Path(sysconfig.get_paths()["stdlib"])
         self.unparsable = 0
-        self.bad, self.largest_id = BadDocuments(), (-1, "")
         self._documents: list[SourceDocument] = []
         for path in _modules(self._folder):
             self._documents += self._read(path)
@@ -409,13 +296,6 @@ class StandardLibrarySource:
 
     def __getitem__(self, index: int) -> SourceDocument:
         return self._documents[index]
-
-    def check_unchanged(self) -> None:
-        """Nothing to check: all documents are in memory."""
-
-    def fingerprint(self) -> str:
-        """Hash of all texts."""
-        return self._fingerprint
 
     def _read(self, path: Path) -> list[SourceDocument]:
         try:
@@ -484,15 +364,11 @@ def _without(start: int, stop: int, body: list[ast.stmt], lines: list[str]) -> s
 
 def open_documents(config: DataConfig) -> DocumentSource:
     """The documents that `config` names, checked. Raises DataError saying where and what to do."""
-    limit, skip_bad = config.max_documents_loaded, config.on_bad == "skip"
+    limit = config.max_documents_loaded
     if config.source == "stdlib":
         return StandardLibrarySource(STDLIB_DOCUMENTS if limit is None else limit)
-    path = config.path or ""
-    if config.source == "jsonl":
-        return JsonLinesSource(path, config.text_column, limit, skip_bad=skip_bad)
     if config.source == "shards":
         weights = config.weights()
-        return ShardSource([*weights] or [path], [*weights.values()], None if weights else limit)
-    if config.source == "text":
-        return TextFolderSource(path, config.suffixes, limit, skip_bad=skip_bad)
-    return ParquetSource(path, config.text_column, limit, skip_bad=skip_bad)
+        folders = [*weights] or [config.path or ""]
+        return ShardSource(folders, [*weights.values()], None if weights else limit)
+    return ParquetSource(config) if config.source == "parquet" else FileSource(config)

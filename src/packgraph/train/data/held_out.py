@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,23 +24,25 @@ from packgraph.train.data.order import SourcePart, WeightedSource
 from packgraph.train.data.shards import MANIFEST
 from packgraph.train.data.source import (
     BadDocumentError,
-    BadDocuments,
     DataError,
     DocumentSource,
     SourceDocument,
     StoredSource,
-    TokenizerName,
 )
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
 
-Kind = Literal["jsonl", "text", "parquet", "shards"]
 WHOLE = "data"  # name of training documents that are one source
 
 
 class Selected:
     """Some documents of a source, in its order; a `WeightedSource` where that is one.
 
-    parts: set where the source has parts.
+    Attributes:
+        parts: Set where the source has parts.
+        made: Tokenizer of a `StoredSource`; None for other sources.
+        bad: Those of the whole source.
+        largest_id: That of the whole source.
+        check_unchanged: Checks the whole source.
     """
 
     parts: Sequence[SourcePart]
@@ -48,6 +50,9 @@ class Selected:
     def __init__(self, source: DocumentSource, indices: NDArray[np.int64], what: str) -> None:
         """indices: ascending. what: says in the fingerprint which these are."""
         self._source, self._indices = source, indices
+        self.bad, self.largest_id = source.bad, source.largest_id
+        self.check_unchanged = source.check_unchanged
+        self.made = source.made if isinstance(source, StoredSource) else None
         digest = hashlib.sha256(f"{source.fingerprint()} {what} {len(indices)}".encode())
         self._fingerprint = digest.hexdigest()[:16]
 
@@ -57,29 +62,10 @@ class Selected:
     def __getitem__(self, index: int) -> SourceDocument:
         return self._source[int(self._indices[index])]
 
-    @property
-    def made(self) -> TokenizerName | None:
-        """Tokenizer of a `StoredSource`; None for other sources."""
-        return self._source.made if isinstance(self._source, StoredSource) else None
-
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `StoredSource.lengths`; only where the source is one."""
         assert isinstance(self._source, StoredSource)
         return self._source.lengths(self._indices[indexes])
-
-    @property
-    def bad(self) -> BadDocuments:
-        """Those of the whole source."""
-        return self._source.bad
-
-    @property
-    def largest_id(self) -> tuple[int, str]:
-        """That of the whole source."""
-        return self._source.largest_id
-
-    def check_unchanged(self) -> None:
-        """Checks the whole source."""
-        self._source.check_unchanged()
 
     def fingerprint(self) -> str:
         """Hash of that of the source, and of which documents these are."""
@@ -113,9 +99,7 @@ def split(source: DocumentSource, share: float, names: Sequence[str] = ()) -> Sp
     """
     weighted = isinstance(source, WeightedSource)
     parts = source.parts if isinstance(source, WeightedSource) else [SourcePart(len(source))]
-    held: dict[str, DocumentSource] = {}
-    kept: list[NDArray[np.int64]] = []
-    first = 0
+    held, kept, first = dict[str, DocumentSource](), list[NDArray[np.int64]](), 0
     for name, part in zip(names if weighted else [WHOLE], parts, strict=True):
         indices = np.arange(part.documents, dtype=np.int64)
         out = is_held_out(indices, share)
@@ -185,14 +169,11 @@ def open_for_evaluation(config: TrainConfig, source: DocumentSource, tokenizer: 
 def _data_of(path: str, data: DataConfig) -> DataConfig:
     """Options of the documents at `path`."""
     where = Path(path).expanduser()
-    known: Kind | None = SOURCES.get(where.suffix.lower())
-    if (where / MANIFEST).is_file():
-        known = "shards"
-    elif known is None:
-        known = data.source if data.source in ("jsonl", "parquet") else "text"
+    known = data.source if data.source in ("jsonl", "parquet") else "text"
+    named = SOURCES.get(where.suffix.lower(), known)
     return replace(
         data,
-        source=known,
+        source="shards" if (where / MANIFEST).is_file() else named,
         path=path,
         mixture=(),
         epochs=None,

@@ -23,10 +23,10 @@ made; it may go on with other ranks.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from packgraph.packing.batch import PackedBatch, count_pairs
 from packgraph.packing.capacity import Capacity, CapacitySet
@@ -36,10 +36,10 @@ from packgraph.parallel.context.plan import ContextPlan, plan_context
 from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
-from packgraph.train.data.known import KnownAhead
 from packgraph.train.data.order import (
     LARGEST,
     DocumentOrder,
+    KnownAhead,
     SourcePart,
     WeightedSource,
     is_count,
@@ -88,16 +88,6 @@ class Waiting(NamedTuple):
     tokens: int
     loss_tokens: int
     document: PackableDocument | None
-
-
-class WaitingDocuments(Protocol):
-    """Documents that wait, in an order of their own."""
-
-    def __len__(self) -> int: ...
-
-    def extend(self, lengths: Sequence[int], items: Iterable[Waiting]) -> None: ...
-
-    def items(self) -> Iterator[Waiting]: ...
 
 
 class Microbatches:
@@ -200,7 +190,7 @@ class Microbatches:
         """Documents that were left out as bad: when the source was opened, and since."""
         return self._source.bad + self._bad
 
-    def _new_window(self) -> WaitingDocuments:
+    def _new_window(self) -> "PackingWindow[Waiting] | InOrder":
         """Makes the window of waiting documents."""
         return PackingWindow[Waiting](self._capacities)
 
@@ -214,7 +204,7 @@ class Microbatches:
             "report": self.report.state_dict(),
             "empty_documents": self.empty_documents,
             "unlabelled_documents": self.unlabelled_documents,
-        } | ({"bad": self._bad.state_dict()} if self._bad.count else {})
+        } | ({"bad": asdict(self._bad)} if self._bad.count else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError when this stream is not the same, naming
@@ -245,7 +235,8 @@ class Microbatches:
         parts: dict[int, list[PackableDocument]] = {}
         for index, part in state["waiting"]:
             if index not in parts:
-                parts[index] = self._parts(index, self._read)
+                read = partial(read_tokenized, self._source, index, self._tokenizer)
+                parts[index] = self._parts(read)
             if part >= len(parts[index]):
                 raise DataError(
                     f"the data position is damaged: document {index} has no part {part}; go on "
@@ -258,9 +249,8 @@ class Microbatches:
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
-        self._bad = BadDocuments()
-        if "bad" in state:
-            self._bad.load_state_dict(state["bad"])
+        bad = state.get("bad", {"count": 0, "first": []})
+        self._bad = BadDocuments(bad["count"], [*bad["first"]])
 
     def _damage(self, state: dict[str, Any]) -> str | None:
         """Returns what is wrong with a state, of these data or not; None if nothing is."""
@@ -268,40 +258,37 @@ class Microbatches:
         missing = sorted(own.keys() - state.keys() - {"bad", "cost"})
         if missing:
             return f"it has no {', '.join(missing)}"
-        documents = len(self._source) if state["identity"] == own["identity"] else LARGEST
-        wrong = [
-            f"its {name} is {shown(state[name])}"
-            for name in ("empty_documents", "unlabelled_documents")
-            if not is_count(state[name], LARGEST)
-        ]
-        known = state["identity"] == own["identity"]
-        wrong += self._order.damage(state, bounded=known)
-        for name in ("identity", "report"):
-            if not isinstance(state[name], dict):
-                wrong.append(f"its {name} is {shown(state[name])}")
-        if not wrong and (
-            state["report"].keys() != own["report"].keys()
-            or not all(is_count(value, LARGEST) for value in state["report"].values())
-        ):
-            wrong.append(f"its report is {shown(state['report'])}")
-        waiting = state["waiting"]
-        if not isinstance(waiting, list) or not all(
-            isinstance(tag, (list, tuple))
-            and len(tag) == 2
-            and is_count(tag[0], documents - 1)
-            and is_count(tag[1], LARGEST)
-            for tag in waiting
-        ):
-            wrong.append(f"its waiting documents are {shown(waiting)}")
+        is_known = state["identity"] == own["identity"]
+        last = len(self._source) - 1 if is_known else LARGEST
+        report, waiting = state["report"], state["waiting"]
         bad = state.get("bad", {"count": 0, "first": []})
-        if (
-            not isinstance(bad, dict)
-            or not is_count(bad.get("count"), LARGEST)
-            or not isinstance(bad.get("first"), list)
-            or not all(isinstance(text, str) for text in bad["first"])
-        ):
-            wrong.append(f"its bad documents are {shown(bad)}")
-        return wrong[0] if wrong else None
+        checks = {
+            "empty_documents is": is_count(state["empty_documents"], LARGEST),
+            "unlabelled_documents is": is_count(state["unlabelled_documents"], LARGEST),
+            "identity is": isinstance(state["identity"], dict),
+            "report is": isinstance(report, dict)
+            and report.keys() == own["report"].keys()
+            and all(is_count(value, LARGEST) for value in report.values()),
+            "waiting documents are": isinstance(waiting, list)
+            and all(
+                isinstance(tag, (list, tuple))
+                and len(tag) == 2
+                and is_count(tag[0], last)
+                and is_count(tag[1], LARGEST)
+                for tag in waiting
+            ),
+            "bad documents are": isinstance(bad, dict)
+            and is_count(bad.get("count"), LARGEST)
+            and isinstance(bad.get("first"), list)
+            and all(isinstance(text, str) for text in bad["first"]),
+        }
+        wrong = self._order.damage(state, bounded=is_known)
+        wrong += [
+            f"its {what} {shown(state[what.split()[0]])}"
+            for what, is_good in checks.items()
+            if not is_good
+        ]
+        return next(iter(wrong), None)
 
     def _wait(self, index: int, parts: Mapping[int, PackableDocument]) -> None:
         """Let parts of what the source has at `index` wait."""
@@ -316,7 +303,7 @@ class Microbatches:
         known ahead; False when all epochs are over."""
         order = self._order
         if order.is_at_end:
-            if not order.usable:
+            if not order.turn.usable:
                 raise DataError(self._nothing_usable())
             self._source.check_unchanged()
             order.begin_epoch()
@@ -329,8 +316,8 @@ class Microbatches:
             self._window.extend(run.lengths, items)
             order.advance(len(run.indexes), sum(run.lengths), len(run.indexes))
             return True
-        place = order.place
-        parts = self._parts(place.document, self._take)
+        place = order.turn.place
+        parts = self._parts(partial(self._ahead.take, order))
         self._wait(place.document, dict(enumerate(parts)))
         order.advance(len(parts), sum(map(len, parts)))
         return True
@@ -351,15 +338,8 @@ class Microbatches:
             )
         if self._bad.count:
             reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
-        return f"none of the {self._order.documents} documents can be used: {', '.join(reasons)}"
-
-    def _read(self, index: int) -> TokenizedDocument:
-        return read_tokenized(self._source, index, self._tokenizer)
-
-    def _take(self, index: int) -> TokenizedDocument:
-        """Reads the document whose turn it is."""
-        found: TokenizedDocument = self._ahead.take(self._order)
-        return found
+        documents = self._order.turn.part.documents
+        return f"none of the {documents} documents can be used: {', '.join(reasons)}"
 
     def interrupt(self) -> None:
         """Let a thread that waits for a process that tokenizes wait no longer; `close` follows."""
@@ -369,12 +349,10 @@ class Microbatches:
         """End the processes that tokenize, if there are any; they begin anew when needed."""
         self._ahead.close()
 
-    def _parts(
-        self, index: int, read: Callable[[int], TokenizedDocument]
-    ) -> list[PackableDocument]:
-        """Parts of document `index` of the source that go into the window. read: tokenizes it."""
+    def _parts(self, read: Callable[[], TokenizedDocument]) -> list[PackableDocument]:
+        """Parts of the document that `read` gives which go into the window."""
         try:
-            found = read(index)
+            found = read()
         except BadDocumentError as error:
             if not self._skips_bad:
                 raise
@@ -465,7 +443,7 @@ class PlannedSteps(Microbatches):
     @property
     def planned(self) -> "PlannedOnly":
         """Steps whose packs are not read yet."""
-        return PlannedOnly(self)
+        return PlannedOnly(self.plan_step)
 
     def plan_step(self) -> list[PlannedPack]:
         """Variant of `next_step` that reads no tokens."""
@@ -538,15 +516,10 @@ class PlannedSteps(Microbatches):
         return self._waiting
 
 
-class PlannedOnly:
+class PlannedOnly(NamedTuple):
     """The steps of `PlannedSteps` without their tokens; a `train.step.StepSource`."""
 
-    def __init__(self, steps: PlannedSteps) -> None:
-        self._steps = steps
-
-    def next_step(self) -> list[PlannedPack]:
-        """See `PlannedSteps.plan_step`."""
-        return self._steps.plan_step()
+    next_step: Callable[[], list[PlannedPack]]
 
 
 class InOrder:

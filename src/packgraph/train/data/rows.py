@@ -59,7 +59,7 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
     if form is None:
         raise BadDocumentError(
             f"{where}: expected `{text_column}`, `messages`, `conversations`, `prompt` and "
-            f"`completion`, `chosen` and `rejected`, or `input_ids`, found {_named(sorted(row))}. "
+            f"`completion`, `chosen` and `rejected`, or `input_ids`, found {named(sorted(row))}. "
             "Another column can be named by data.text_column"
         )
     _check_marks(row, form, where)
@@ -337,7 +337,7 @@ def row_notes(documents: DocumentSource) -> list[str]:
             continue
         unread |= {name: found.where for name in found.unread if name not in unread}
         preference = preference or (found.where if found.rejected else "")
-    notes = [f"{next(iter(unread.values()))}: not read: {_named([*unread])}"] if unread else []
+    notes = [f"{next(iter(unread.values()))}: not read: {named([*unread])}"] if unread else []
     if preference:
         notes.append(
             f"{preference}: a preference. Training is on the chosen answer alone, by the loss of "
@@ -346,10 +346,8 @@ def row_notes(documents: DocumentSource) -> list[str]:
     return notes
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
+    """Lists names of columns, the first ones of many."""
+    cut = [name if len(name) <= SHOWN else f"{name[:SHOWN]}…" for name in names[:MOST_NAMED]]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(map(_cut, names[:MOST_NAMED])) + more or "nothing"
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= SHOWN else name[:SHOWN] + "…"
+    return ", ".join(cut) + more or "nothing"

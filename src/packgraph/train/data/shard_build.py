@@ -1,32 +1,36 @@
-"""Builds a folder of shards: a source is tokenized once, by all cores.
+"""Builds a folder of shards (`packgraph data build`, `check`): a source is tokenized once, by all
+cores.
 
     source ─▶ workers tokenize and encode ─▶ rows, in order ─▶ shards, each written whole
                                                            └─▶ manifest.json after each
 
-Rows come back as bytes, so this process only puts them behind each other; it holds one shard. What
-a shard holds follows from the source alone, whatever the workers. The invariants: a shard in the
-manifest is whole on the disk; a build that was killed goes on with the shards that are, after their
-checksums were compared; a folder of another source or tokenizer is never written to.
+Rows come back as bytes, so this process only writes them behind each other. What a shard holds
+follows from the source alone, whatever the workers. The invariants: a shard in the manifest is
+whole on the disk; a build that was killed goes on with the shards that are, after their checksums
+were compared; a folder of another source or tokenizer is never written to.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
 from packgraph.packing.document import Document
-from packgraph.train.config.sections import DataConfig
+from packgraph.train.config.command_line import options_help, parse_arguments
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import SOURCES, DataConfig
+from packgraph.train.config.values import CommandArguments, Count, option, printable
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.shards import (
     INDEX,
@@ -42,13 +46,26 @@ from packgraph.train.data.shards import (
 from packgraph.train.data.source import BadDocumentError, BadDocuments, DataError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, largest_id
 from packgraph.train.data.workers import BATCH, TokenizedAhead, Work
-from packgraph.train.run_files import sync_file, sync_folder, write_json, writing
+from packgraph.train.run_files import digest_of, sync_file, sync_folder, write_json, writing
 
 MOST_SHARDS, FEWEST_ROWS = 1024, 2048  # where the size of shards is not given
 SECONDS = 10.0  # between lines of progress
 REMEDY = "Make room there or choose another folder; finished shards are kept"
 AGAIN = "Run the same command again, which keeps finished shards"
 UNFINISHED = ".unfinished"
+FLUSHED = 2**24  # bytes that are written at a time
+USAGE = """\
+usage: packgraph data build FOLDER --source jsonl --path FILE [--tokenizer FILE] ...
+       packgraph data check FOLDER
+
+Tokenize documents once, by all cores, into memory-mapped shards:
+
+    packgraph data build shards/chats --source jsonl --path chats.jsonl --tokenizer tokenizer.json
+    packgraph train qwen3-0.6b --data.source shards --data.path shards/chats \\
+        --data.tokenizer tokenizer.json
+
+A build that was stopped goes on when the same command is run again. `check` compares every file
+with its SHA-256 and names those that differ (exit code 2)."""
 
 
 class EncodedRow(NamedTuple):
@@ -92,35 +109,51 @@ def encode_row(
 def write_shard(folder: Path, number: int, rows: Iterable[EncodedRow]) -> ShardFacts:
     """Write these rows as shard `number`, whole or not at all. Raises RunFileError, and what `rows`
     raises."""
-    records, firsts, tokens, targets = [], [0], bytearray(), bytearray()
-    bad, largest, length_so_far = BadDocuments(), -1, 0
-    for row in rows:
-        for length, loss_tokens, checksum, kind, own_tokens, own_targets in row.documents:
-            record = length_so_far, len(targets), length, loss_tokens, checksum, kind
-            records.append(record)
-            length_so_far += length
-            tokens += own_tokens
-            targets += own_targets
-        firsts.append(len(records))
-        largest = max(largest, row.largest_id)
-        if row.bad:
-            bad.add(row.bad)
-    index = np.array(records, RECORD)
-    arrays = dict(zip(INDEX, (index, np.array(firsts, np.int64)), strict=True))
-    contents = {"tokens": tokens, **({"targets": targets} if targets else {})}
-    contents |= {name: _in_numpys_format(array) for name, array in arrays.items()}
-    with writing(folder, REMEDY):
-        files = {
-            f"{number:05}.{name}": _write(folder / f"{number:05}.{name}", content)
-            for name, content in contents.items()
-        }
-        sync_folder(folder)
+    pending = {f"{number:05}.{name}": bytearray() for name in ("tokens", "targets", *INDEX)}
+    tokens, targets, *index = pending.values()
+    partial_paths = {name: folder / f"{name}{UNFINISHED}" for name in pending}
+
+    def flush() -> None:
+        with writing(folder, REMEDY):
+            for name, content in pending.items():
+                with partial_paths[name].open("ab") as stream:
+                    stream.write(content)
+                content.clear()
+
+    records, firsts, bad, largest = list[tuple[int, ...]](), [0], BadDocuments(), -1
+    token_count = target_bytes = 0
+    try:
+        for row in rows:
+            for length, loss_tokens, checksum, kind, own_tokens, own_targets in row.documents:
+                record = token_count, target_bytes, length, loss_tokens, checksum, kind
+                records.append(record)
+                token_count, target_bytes = token_count + length, target_bytes + len(own_targets)
+                tokens += own_tokens
+                targets += own_targets
+            firsts.append(len(records))
+            largest = max(largest, row.largest_id)
+            if row.bad:
+                bad.add(row.bad)
+            if len(tokens) + len(targets) > FLUSHED:
+                flush()
+        arrays = np.array(records, RECORD), np.array(firsts, np.int64)
+        for content, array in zip(index, arrays, strict=True):
+            content += _in_numpys_format(array)
+        flush()
+        with writing(folder, REMEDY):
+            has_targets = target_bytes > 0
+            files = _finished(
+                [one for name, one in partial_paths.items() if has_targets or "targets" not in name]
+            )
+    finally:
+        for path in partial_paths.values():
+            path.unlink(missing_ok=True)
     return ShardFacts(
         number=number,
         rows=len(firsts) - 1,
         documents=len(records),
-        tokens=length_so_far,
-        loss_tokens=int(index["loss_tokens"].sum(dtype=np.int64)),
+        tokens=token_count,
+        loss_tokens=int(arrays[0]["loss_tokens"].sum(dtype=np.int64)),
         largest_id=largest,
         bad=bad.count,
         first_bad=bad.first,
@@ -128,22 +161,22 @@ def write_shard(folder: Path, number: int, rows: Iterable[EncodedRow]) -> ShardF
     )
 
 
-def _in_numpys_format(array: np.ndarray) -> bytearray:
+def _finished(paths: Sequence[Path]) -> dict[str, ShardFile]:
+    """Give files their names, when the disk has all of them. Returns size and SHA-256 of each."""
+    files = {}
+    for path in paths:
+        sync_file(path)
+        whole = path.with_suffix("")
+        os.replace(path, whole)
+        files[whole.name] = ShardFile(whole.stat().st_size, digest_of(whole))
+    sync_folder(paths[0].parent)
+    return files
+
+
+def _in_numpys_format(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.lib.format.write_array(stream, array, allow_pickle=False)
-    return bytearray(stream.getbuffer())
-
-
-def _write(path: Path, content: bytearray) -> ShardFile:
-    """Write a file, which has its name only when the disk has all of it."""
-    partial_ = path.with_name(path.name + UNFINISHED)
-    try:
-        partial_.write_bytes(content)
-        sync_file(partial_)
-        os.replace(partial_, path)
-    finally:
-        partial_.unlink(missing_ok=True)
-    return ShardFile(len(content), hashlib.sha256(content).hexdigest())
+    return stream.getvalue()
 
 
 def build_shards(
@@ -280,3 +313,98 @@ def check_shards(folder: Path) -> tuple[Manifest, list[str]]:
     manifest = read_manifest(folder)
     numbers = range(manifest.count)
     return manifest, [text for number in numbers for text in _problems(folder, manifest, number)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArguments(CommandArguments):
+    """Options of `packgraph data`."""
+
+    action: Literal["build", "check"] = option(
+        "build", "build or check", positional=True, required=True
+    )
+    folder: Path = option(Path(), "of the shards", positional=True, required=True)
+    source: Literal["stdlib", "jsonl", "text", "parquet"] = option(
+        "stdlib", "what is tokenized, as --data.source of train"
+    )
+    path: str | None = option(None, "file or folder of the source", metavar="PATH")
+    suffixes: tuple[str, ...] = option(
+        DataConfig().suffixes, "endings of the files that count in a folder of text files"
+    )
+    text_column: str = option("text", "column of the text in jsonl and parquet", metavar="NAME")
+    tokenizer: str = option(
+        "bytes", "bytes = one token a byte, or the path of a tokenizer.json", metavar="FILE"
+    )
+    on_bad: Literal["stop", "skip"] = option(
+        "stop", "documents that cannot be read: end the build, or leave them out and count them"
+    )
+    max_documents: Count | None = option(
+        None, "only the first documents up to this number", metavar="N"
+    )
+    workers: Count | None = option(None, "processes that tokenize (default: all cores)")
+    rows_per_shard: Count | None = option(
+        None,
+        "documents of the source in a shard (default: at least 2048, and at most 1024 shards)",
+        metavar="N",
+    )
+
+    def config(self, *, names_source: bool = True) -> DataConfig:
+        """Options of the data; the path's ending names the source if nothing else does. Raises
+        ConfigError."""
+        named = SOURCES.get(Path(self.path or "").suffix.lower())
+        try:
+            return DataConfig(
+                source=self.source if names_source or named is None else named,
+                path=self.path,
+                suffixes=self.suffixes,
+                text_column=self.text_column,
+                tokenizer=self.tokenizer,
+                on_bad=self.on_bad,
+                max_documents_loaded=self.max_documents,
+            )
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
+
+
+def data_command(words: Sequence[str]) -> int:
+    """Run `packgraph data`; returns the exit code. Raises ConfigError, DataError and
+    RunFileError."""
+    parsed = parse_arguments(words, DataArguments())
+    asked = parsed.own
+    if asked.help:
+        print(f"{USAGE}\n{options_help(DataArguments())}")
+        return 0
+    if asked.action == "check":
+        foreign = sorted(parsed.given - {"action", "folder"})
+        if foreign:
+            raise ConfigError([f"--{name.replace('_', '-')}: goes with build" for name in foreign])
+        manifest, problems = check_shards(asked.folder)
+        if problems:
+            raise DataError("\n  ".join([f"{len(problems)} problems:", *problems]))
+        _tell(f"{_summary(manifest)}: all checksums are right")
+        return 0
+    began = time.perf_counter()
+    manifest = build_shards(
+        asked.config(names_source="source" in parsed.given),
+        asked.folder,
+        workers=asked.workers,
+        rows_per_shard=asked.rows_per_shard,
+        tell=_tell,
+    )
+    _tell(f"{_summary(manifest)} in {asked.folder}, {time.perf_counter() - began:.1f} s")
+    for text in [text for one in manifest.shards.values() for text in one.first_bad][:5]:
+        _tell(f"left out: {text}")
+    return 0
+
+
+def _summary(manifest: Manifest) -> str:
+    shards = manifest.shards.values()
+    bad = sum(one.bad for one in shards)
+    left_out = f", {bad:,} bad ones left out" if bad else ""
+    return (
+        f"{manifest.rows:,} documents, {sum(one.tokens for one in shards):,} tokens in "
+        f"{len(shards):,} shards{left_out}"
+    )
+
+
+def _tell(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

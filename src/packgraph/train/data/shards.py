@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from packgraph.models.foreign import in_one_line, naming
 from packgraph.packing.document import IGNORED, Document, Ids
 from packgraph.train.config.values import convert, resolved_types
-from packgraph.train.data.files import FileStamp, check_all
+from packgraph.train.data.files import FileStamp, OpenedFiles
 from packgraph.train.data.order import SourcePart
 from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName
 from packgraph.train.run_files import digest_of, read_json
@@ -121,16 +121,6 @@ class Manifest:
     def count(self) -> int:
         """Shards of the whole folder."""
         return -(-self.rows // self.rows_per_shard)
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all shards are written."""
-        return len(self.shards) == self.count
-
-    @property
-    def token_type(self) -> np.dtype[Any]:
-        """Dtype of token files."""
-        return np.dtype(f"<u{self.token_bytes}")
 
     def rows_of(self, number: int) -> range:
         """The documents of the source that shard `number` holds."""
@@ -229,6 +219,7 @@ class Shard:
     Attributes:
         records: RECORD [documents].
         rows: int64 [rows + 1].
+        kinds: Of the records.
         stamps: All files, for `check_all`.
     """
 
@@ -242,9 +233,19 @@ class Shard:
         records, rows = (prefix.with_suffix(f".{name}") for name in INDEX)
         self.records: NDArray[Any] = _index(records, RECORD, facts.documents)
         self.rows: NDArray[np.int64] = _index(rows, np.dtype(np.int64), facts.rows + 1)
-        _check_index(self.records, self.rows, facts, rows)
-        self._lengths, self._kinds = self.records["length"], self.records["kind"]
-        self._loss_tokens = self.records["loss_tokens"]
+        lengths = self.records["length"].astype(np.int64)
+        is_whole = (
+            self.rows[0] == 0 and self.rows[-1] == len(self.records),
+            bool((np.diff(self.rows) >= 0).all()),
+            np.array_equal(self.records["offset"], np.cumsum(lengths) - lengths),
+            int(lengths.sum()) == facts.tokens,
+            int(self.records["loss_tokens"].sum(dtype=np.int64)) == facts.loss_tokens,
+            bool((self.records["kind"] <= LABELS).all()),
+        )
+        if not all(is_whole):  # rows hold all documents, and documents all tokens, once
+            raise damaged(rows, "it and the index of documents are not those of one shard")
+        self._lengths, self._loss_tokens = self.records["length"], self.records["loss_tokens"]
+        self.kinds = self.records["kind"]
         self.path = prefix.with_suffix(".tokens")
         self._tokens = _mapped(self.path, token_type)
         targets = prefix.with_suffix(".targets")
@@ -273,10 +274,6 @@ class Shard:
         found[:, is_one] = records["length"], records["loss_tokens"]
         return found
 
-    def predicts_all(self, number: int) -> bool:
-        """Tells whether all tokens of document `number` are to be predicted."""
-        return self._kinds.item(number) == ALL
-
     def read(self, number: int) -> Document:
         """Document `number`, from the disk. Raises DataError if it is not what was written."""
         record = self.records[number]
@@ -300,22 +297,6 @@ def _index(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
     if found.dtype != kind or found.shape != (length,):
         raise damaged(path, "it is no index of this shard")
     return found
-
-
-def _check_index(
-    records: NDArray[Any], rows: NDArray[np.int64], facts: ShardFacts, path: Path
-) -> None:
-    """Raise DataError unless rows hold all documents, and documents all tokens, once."""
-    lengths = records["length"].astype(np.int64)
-    whole = (
-        rows[0] == 0 and rows[-1] == len(records) and bool((np.diff(rows) >= 0).all()),
-        np.array_equal(records["offset"], np.cumsum(lengths) - lengths),
-        int(lengths.sum()) == facts.tokens,
-        int(records["loss_tokens"].sum(dtype=np.int64)) == facts.loss_tokens,
-        bool((records["kind"] <= LABELS).all()),
-    )
-    if not all(whole):
-        raise damaged(path, "it and the index of documents are not those of one shard")
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
@@ -350,7 +331,7 @@ class StoredDocument:
         """See `Document.part`; reads targets where the document has its own."""
         start, stop = self.start + start, self.start + stop
         part = StoredDocument(self.shard, self.number, start, stop, stop - start - 1)
-        if not self.shard.predicts_all(self.number):
+        if self.shard.kinds.item(self.number) != ALL:  # it has targets of its own
             part.loss_tokens = part.load().loss_tokens
         return part
 
@@ -359,7 +340,7 @@ class StoredDocument:
         return self.shard.read(self.number).part(self.start, self.stop)
 
 
-class ShardSource:
+class ShardSource(OpenedFiles):
     """The documents of folders of shards, one folder after another, as `DocumentSource` and
     `StoredSource`; a mixture of them is a `WeightedSource`, too.
 
@@ -377,22 +358,25 @@ class ShardSource:
 
         Raises DataError for a folder that is not whole or is damaged.
         """
+        super().__init__()
         # Each shard with its folder, the first document of that, and the tokenizer.
         self._shards: list[tuple[Shard, str, int, TokenizerName]] = []
         self._starts: list[int] = []  # first document of each shard
-        self._total, self.bad, self.largest_id = 0, BadDocuments(), (-1, "")
+        self._total = 0
         fingerprints, parts = list[str](), list[SourcePart]()
         for path, weight in zip(folders, weights or [1.0], strict=True):
             folder, first = Path(path).expanduser(), self._total
             manifest = read_manifest(folder)
-            if not manifest.is_complete:
+            if len(manifest.shards) < manifest.count:
                 raise DataError(
                     f"{folder}: {len(manifest.shards)} of {manifest.count} shards are written; run "
                     "packgraph data build again, which goes on"
                 )
             made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
             for number, facts in sorted(manifest.shards.items()):
-                self._shards.append((Shard(folder, facts, manifest.token_type), path, first, made))
+                shard = Shard(folder, facts, np.dtype(f"<u{manifest.token_bytes}"))
+                self._shards.append((shard, path, first, made))
+                self._stamped += shard.stamps
                 self._starts.append(first + manifest.rows_of(number).start)
                 self.bad += BadDocuments(facts.bad, list(facts.first_bad))
                 self.largest_id = max(self.largest_id, (facts.largest_id, path))
@@ -425,14 +409,6 @@ class ShardSource:
         """See `StoredSource.lengths`."""
         tokens, loss_tokens = self._lengths[:, indexes].astype(np.int64)
         return tokens, loss_tokens
-
-    def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(stamp for shard, *_ in self._shards for stamp in shard.stamps)
-
-    def fingerprint(self) -> str:
-        """Hash of the checksums of all files, and the weights of a mixture."""
-        return self._fingerprint
 
 
 def _digest(parts: Iterable[str]) -> str:

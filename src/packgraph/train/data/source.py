@@ -52,14 +52,6 @@ class BadDocuments:
         if len(self.first) < PLACES_KEPT:
             self.first.append(str(error))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The count and the places, JSON-able."""
-        return {"count": self.count, "first": list(self.first)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from `state`."""
-        self.count, self.first = state["count"], list(state["first"])
-
     def __add__(self, other: "BadDocuments") -> "BadDocuments":
         return BadDocuments(self.count + other.count, [*self.first, *other.first][:PLACES_KEPT])
 
@@ -125,38 +117,36 @@ class StoredSource(Protocol):
     """
 
     @property
-    def made(self) -> TokenizerName | None: ...
+    def made(self) -> TokenizerName | None:
+        """See above."""
 
     def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Tokens and loss tokens of what is stored at each of `indexes`, where that is one
         document, 0 elsewhere."""
-        ...
 
 
 class DocumentSource(Protocol):
     """A finite list of documents, the same each time it is opened."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of documents."""
 
-    def __getitem__(self, index: int) -> SourceDocument: ...
+    def __getitem__(self, index: int) -> SourceDocument:
+        """One document. Raises DataError."""
 
     @property
     def bad(self) -> BadDocuments:
         """Documents that were found bad and left out when the source was opened."""
-        ...
 
     @property
     def largest_id(self) -> tuple[int, str]:
         """Largest token id or label of tokenized rows that is known so far, and the place of its
         row; (-1, "") if none is."""
-        ...
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when the source was
         opened."""
-        ...
 
     def fingerprint(self) -> str:
         """Text that changes when the documents change; a checkpoint is resumed on the same data
         only."""
-        ...

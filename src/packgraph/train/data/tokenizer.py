@@ -22,10 +22,11 @@ predicted.
 
 import functools
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -64,14 +65,6 @@ def read_row(row: Mapping[str, Any], where: str) -> list[Document]:
         raise BadDocumentError(str(error)) from error
 
 
-def documents_of_row(row: Mapping[str, Any], where: str, vocab_size: int) -> list[Document]:
-    """Variant of `read_row` that raises BadDocumentError for ids and labels unknown to the
-    tokenizer."""
-    documents = read_row(row, where)
-    check_largest(largest_id(documents), where, vocab_size)
-    return documents
-
-
 def largest_id(documents: Sequence[Document]) -> int:
     """The largest token id or label of documents, -1 without any."""
     found = [
@@ -94,23 +87,71 @@ def check_largest(largest: int, where: str, vocab_size: int) -> None:
         )
 
 
-class ByteTokenizer:
+class Tokenizer(ABC):
+    """Turns documents into tokens.
+
+    Attributes:
+        vocab_size: Number of ids.
+        fingerprint: Changes when the tokens would change.
+    """
+
+    vocab_size: int
+    fingerprint: str
+
+    def encode(self, document: SourceDocument) -> list[Document]:
+        """The tokens of one document; several for a tokenized row with boundaries, none for an
+        empty text.
+
+        In a chat only what the assistant says may be predicted. Raises DataError.
+        """
+        if document.row is not None:
+            documents = read_row(document.row, document.where)
+            check_largest(largest_id(documents), document.where, self.vocab_size)
+            return documents
+        if document.messages is not None:
+            return [self._chat(document)]
+        return self._text(document) if document.text else []
+
+    @abstractmethod
+    def _chat(self, document: SourceDocument) -> Document:
+        """The tokens of messages."""
+
+    @abstractmethod
+    def _text(self, document: SourceDocument) -> list[Document]:
+        """The tokens of a text and the prompt before it; none where it gives none."""
+
+    @abstractmethod
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+
+    @abstractmethod
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat, up to where the assistant answers."""
+
+    @abstractmethod
+    def start(self, text: str) -> list[int]:
+        """The tokens of a text that goes on."""
+
+    @property
+    @abstractmethod
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a text or a turn."""
+
+
+class ByteTokenizer(Tokenizer):
     """256 bytes, begin, end, padding, end of turn, and one id for each role of a chat."""
 
     vocab_size = FIRST_ROLE + len(ROLES)
     fingerprint = "bytes"
+    ends = (END, TURN_END)
 
-    def encode(self, document: SourceDocument) -> list[Document]:
-        """See `Tokenizer.encode`."""
-        if document.row is not None:
-            return documents_of_row(document.row, document.where, self.vocab_size)
-        if document.messages is not None:
-            return [self._chat(document)]
-        if not document.text:
-            return []
-        said = np.concatenate([_bytes(document.text), [END]])
+    def _text(self, document: SourceDocument) -> list[Document]:
+        said = np.concatenate([_bytes(document.text or ""), [END]])
         before = np.concatenate([[BEGIN], _bytes(document.prompt)])
-        return [completed(before, said) if document.prompt else _joined(before, said)]
+        tokens = np.concatenate([before, said])
+        if not document.prompt:
+            return [Document(tokens)]
+        return [Document(tokens, np.concatenate([np.full_like(before, IGNORED), said]))]
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids` without structure; bytes that are no UTF-8 become U+FFFD."""
@@ -124,11 +165,6 @@ class ByteTokenizer:
     def start(self, text: str) -> list[int]:
         """See `Tokenizer.start`."""
         return [BEGIN, *text.encode()]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """See `Tokenizer.ends`."""
-        return END, TURN_END
 
     def _chat(self, document: SourceDocument) -> Document:
         tokens = [np.array([BEGIN])]
@@ -164,17 +200,7 @@ def _bytes(text: str) -> Ids:
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
 
-def _joined(before: Ids, said: Ids) -> Document:
-    return Document(np.concatenate([before, said]))
-
-
-def completed(before: Ids, said: Ids) -> Document:
-    """A document of which only `said` is predicted."""
-    ignored = np.full_like(before, IGNORED)
-    return Document(np.concatenate([before, said]), np.concatenate([ignored, said]))
-
-
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json (or of a folder that holds one).
 
     Attributes:
@@ -213,16 +239,10 @@ class FileTokenizer:
         digest.update(file.read_bytes())
         self.fingerprint = digest.hexdigest()[:16]
 
-    def encode(self, document: SourceDocument) -> list[Document]:
-        """See `Tokenizer.encode`."""
-        if document.row is not None:
-            return documents_of_row(document.row, document.where, self.vocab_size)
-        if document.messages is not None:
-            return [self._chat(document)]
-        if not document.text:
-            return []
+    def _text(self, document: SourceDocument) -> list[Document]:
+        text = document.text or ""
         with self._named(document.where):
-            encoding = self._tokenizer.encode(document.prompt + document.text)
+            encoding = self._tokenizer.encode(document.prompt + text)
         tokens, offsets = _without_repeated_ends(encoding)
         if not len(tokens):
             return []
@@ -232,7 +252,7 @@ class FileTokenizer:
             return [Document(tokens)]
         first = len(document.prompt)
         said = np.zeros(len(tokens), dtype=bool)
-        within = _within(offsets, [(first, first + len(document.text))])
+        within = _within(offsets, [(first, first + len(text))])
         said[: len(within)] = within
         said[-1] |= self._end is not None
         return [Document(tokens, np.where(said, tokens, IGNORED))]
@@ -362,39 +382,6 @@ def _load(file: Path) -> Any:
     return tokenizer
 
 
-class Tokenizer(Protocol):
-    """Turns documents into tokens. vocab_size: number of ids. fingerprint: changes when the tokens
-    would change."""
-
-    vocab_size: int
-    fingerprint: str
-
-    def encode(self, document: SourceDocument) -> list[Document]:
-        """The tokens of one document; several for a tokenized row with boundaries, none for an
-        empty text.
-
-        In a chat only what the assistant says may be predicted. Raises DataError.
-        """
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of tokens, without special ones."""
-        ...
-
-    def ask(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat, up to where the assistant answers."""
-        ...
-
-    def start(self, text: str) -> list[int]:
-        """The tokens of a text that goes on."""
-        ...
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Tokens that end a text or a turn."""
-        ...
-
-
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that `config` names. Raises DataError for a missing or foreign file."""
     if config.tokenizer == "bytes":
@@ -436,6 +423,23 @@ class TokenizedDocument:
     where: str
     documents: Sequence[PackableDocument]
     why_unlabelled: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Half the bytes where they can be: a pipe holds twice as many documents.
+        documents = [one.load() for one in self.documents]
+        kind = np.int32 if largest_id(documents) < 2**31 else np.int64
+        ids = [_of_type(one, kind) for one in documents]
+        return _received, (self.where, ids, self.why_unlabelled)
+
+
+def _received(where: str, documents: Sequence[Document], why_unlabelled: str) -> TokenizedDocument:
+    return TokenizedDocument(where, [_of_type(one, np.int64) for one in documents], why_unlabelled)
+
+
+def _of_type(document: Document, kind: type[np.signedinteger[Any]]) -> Document:
+    """The same document with ids of another type."""
+    targets = None if document.targets is None else document.targets.astype(kind)
+    return Document(document.tokens.astype(kind), targets)
 
 
 def read_tokenized(source: DocumentSource, index: int, tokenizer: Tokenizer) -> TokenizedDocument:

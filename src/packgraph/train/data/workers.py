@@ -111,22 +111,19 @@ def serve(pipe: Connection, work: Work) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    tokenizer: Tokenizer | None = None
-    problem = f"{work.config.tokenizer} was changed since the run opened it"
+    problem = ""
     try:
         tokenizer = build_tokenizer(work.config)
+        if tokenizer.fingerprint != work.fingerprint:
+            problem = f"{work.config.tokenizer} was changed since the run opened it"
     except DataError as error:
         problem = str(error)
-    if tokenizer is not None and tokenizer.fingerprint != work.fingerprint:
-        tokenizer = None
     thread = ThreadPoolExecutor(1)
     with contextlib.suppress(EOFError, OSError):  # nobody asks any more
         while True:
             indices: list[int] = pipe.recv()
-            if tokenizer is None:
-                pipe.send([Failure(problem)] * len(indices))
-            else:
-                pipe.send(_answers(thread, work, indices, tokenizer))
+            failures = [Failure(problem)] * len(indices)
+            pipe.send(failures if problem else _answers(thread, work, indices, tokenizer))
 
 
 def _answers(
@@ -249,20 +246,18 @@ class ComingDocuments:
 
     Attributes:
         coming: Places that are not handed out yet.
-        most: Batches that are handed out.
-        batches: Handed out and not taken.
-        at: Which of the first batch was taken last.
+        most: Documents that are handed out and not taken.
+        waiting: Those, by place, batch and number in that; the first one was taken last.
     """
 
     coming: Iterator[OrderPlace]
     most: int
-    batches: deque[Batch] = field(default_factory=deque)
-    at: int = 0
+    waiting: deque[tuple[OrderPlace, Batch, int]] = field(default_factory=deque)
 
     @property
     def place(self) -> OrderPlace | None:
         """Place of the document taken last, or of the first; None at the end of the data."""
-        return self.batches[0].places[self.at] if self.batches else None
+        return self.waiting[0][0] if self.waiting else None
 
 
 class TokenizedAhead:
@@ -288,11 +283,11 @@ class TokenizedAhead:
         Raises what reading it in this process raises, and DataError where a worker is lost.
         """
         if not self._count:
-            return self._here(order.place.document)
+            return self._here(order.turn.place.document)
         if not self._parts:
-            most = [max(2, ceil(share * AHEAD * self._count)) for share in order.shares()]
+            most = [BATCH * max(2, ceil(share * AHEAD * self._count)) for share in order.shares()]
             self._begin(list(map(ComingDocuments, order.coming(), most)))
-        place, part = order.place, self._parts[order.place.part]
+        place, part = order.turn.place, self._parts[order.turn.place.part]
         if part.place != place:
             self._go_on(part)
         if part.place != place:
@@ -305,7 +300,7 @@ class TokenizedAhead:
             yield from map(self._here, indices)
             return
         places = (OrderPlace(0, 0, index, index) for index in indices)
-        part = ComingDocuments(places, AHEAD * self._count)
+        part = ComingDocuments(places, BATCH * AHEAD * self._count)
         self._begin([part])
         while part.place is not None:
             yield self._answer(part)
@@ -335,17 +330,10 @@ class TokenizedAhead:
         if not self._workers:
             # Before multiprocessing itself ends them by SIGTERM, which workers do not heed.
             self._finalizer = Finalize(self, _end, args=(self._workers,), exitpriority=10)
-            try:
+            with contextlib.ExitStack() as failed:
+                failed.callback(self.close)
                 self._start()
-            except (OSError, ValueError) as error:
-                self.close()
-                raise DataError(
-                    f"a worker that tokenizes was killed as it started, or could not be started "
-                    f"({error}). {self._remedy}"
-                ) from error
-            except BaseException:
-                self.close()
-                raise
+                failed.pop_all()
         self._parts = parts
         for part in parts:
             self._hand_out(part)
@@ -354,21 +342,27 @@ class TokenizedAhead:
         with contextlib.closing(HandedOver(self._work)) as handed:
             for number in range(self._count):
                 limit = self._work.config.worker_timeout
-                self._workers.append(TokenizerProcess(number, handed, limit))
+                try:
+                    self._workers.append(TokenizerProcess(number, handed, limit))
+                except (OSError, ValueError) as error:
+                    raise DataError(
+                        "a worker that tokenizes was killed as it started, or could not be "
+                        f"({error}). {self._remedy}"
+                    ) from error
 
     def _go_on(self, part: ComingDocuments) -> None:
         """To the next document of a part."""
-        part.at += 1
-        if part.batches and part.at == len(part.batches[0].places):
-            part.batches.popleft()
-            part.at = 0
+        if part.waiting:
+            part.waiting.popleft()
             self._hand_out(part)
 
     def _hand_out(self, part: ComingDocuments) -> None:
-        while len(part.batches) < part.most and (places := list(islice(part.coming, BATCH))):
+        while len(part.waiting) <= part.most - BATCH and (
+            places := list(islice(part.coming, BATCH))
+        ):
             batch = Batch(places, self._next_worker())
             batch.worker.ask(batch)
-            part.batches.append(batch)
+            part.waiting += ((place, batch, number) for number, place in enumerate(places))
 
     def _next_worker(self) -> TokenizerProcess:
         """The worker that has least to do, as far as is known; none has more than AHEAD batches to
@@ -385,7 +379,8 @@ class TokenizedAhead:
 
     def _answer(self, part: ComingDocuments) -> Any:
         """What is sent back of the document that a part is at."""
-        batch, index = part.batches[0], part.batches[0].places[part.at].document
+        place, batch, number = part.waiting[0]
+        index = place.document
         while batch.answers is None:
             if batch.worker.is_lost:
                 raise DataError(
@@ -393,7 +388,7 @@ class TokenizedAhead:
                     f"come from it. {self._remedy}"
                 )
             batch.worker.receive()
-        answer = batch.answers[part.at]
+        answer = batch.answers[number]
         if not isinstance(answer, Failure):
             return answer
         self._here(index)

@@ -16,9 +16,9 @@ from packgraph.train.data import (
     DataError,
     PlannedSteps,
     build_tokenizer,
-    known,
     open_documents,
     open_microbatches,
+    order,
 )
 from packgraph.train.data.held_out import split
 from packgraph.train.data.order import WeightedSource
@@ -53,7 +53,7 @@ class OneByOne:
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """By kind the config and the source."""
-    monkeypatch.setattr(known, "AHEAD", 5)  # many chunks, also broken off by epochs
+    monkeypatch.setattr(order, "LOOKED_UP", 5)  # many chunks, also broken off by epochs
     names = ("first", "second")
     rows = [write_rows(tmp_path / f"{name}.jsonl", 60, seed=len(name)) for name in names]
     folders = [shards_of(one, tmp_path / name) for one, name in zip(rows, names, strict=True)]

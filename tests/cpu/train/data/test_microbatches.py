@@ -17,30 +17,24 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
-from packgraph.train.data.source import BadDocuments
+from packgraph.train.data.files import OpenedFiles
 
 CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
 
 
-class Texts:
+class Texts(OpenedFiles):
     """A source of texts in memory."""
 
     def __init__(self, texts):
+        super().__init__()
         self.texts = list(texts)
+        self._fingerprint = str(hash(tuple(self.texts)))
 
     def __len__(self):
         return len(self.texts)
 
     def __getitem__(self, index):
         return SourceDocument(f"text {index}", text=self.texts[index])
-
-    bad, largest_id = BadDocuments(), (-1, "")
-
-    def check_unchanged(self):
-        pass
-
-    def fingerprint(self):
-        return str(hash(tuple(self.texts)))
 
 
 WORDS = Texts(chr(97 + number % 26) * (1 + number * 37 % 200) for number in range(60))

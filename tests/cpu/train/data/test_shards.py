@@ -3,6 +3,7 @@ refused."""
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
@@ -142,6 +143,15 @@ def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
     assert files(folder) == files(whole)
 
 
+def test_the_bytes_of_shards_are_those_of_versions_before(rows, shards, tmp_path):
+    """So folders that were built before are read, and runs on them go on."""
+    found = sorted(files(tmp_path / "shards").items())
+    content = b"".join(name.encode() + text for name, text in found if name != MANIFEST)
+    assert hashlib.sha256(content).hexdigest()[:16] == "3baeba0a231ea2e9"
+    fingerprints = [open_documents(one).fingerprint() for one in (rows, shards)]
+    assert fingerprints == ["da81fc33184a11c9", "176d31e3ade10c7d"]
+
+
 def test_a_damaged_manifest_is_built_anew(rows, tmp_path):
     folder, told = tmp_path / "shards", []
     build_shards(rows, folder, workers=1, rows_per_shard=20)
@@ -159,7 +169,8 @@ def test_a_damaged_manifest_is_built_anew(rows, tmp_path):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_ends_or_stops_as_it_starts_ends_the_build(tmp_path, monkeypatch, end):
-    """Its work is more than a pipe holds, so Python would write it to nobody for ever."""
+    """Its work is more than a pipe holds, so Python would write it to nobody for ever. The workers
+    of a live stream are started by the same code."""
     config = write_rows(tmp_path / "rows.jsonl", 12000)
     config = dataclasses.replace(config, worker_timeout=1.0)
     resource_tracker.ensure_running()
@@ -212,6 +223,14 @@ def test_damage_is_refused_by_name(shards, tmp_path, name, capsys):
     path.unlink()
     with pytest.raises(DataError, match=f"{name}: damaged: it is gone"):
         open_documents(shards)
+
+
+def test_a_shard_may_hold_no_token(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": ""}\n' * 3 + '{"text": "ab"}\n')
+    config = shards_of(DataConfig(source="jsonl", path=str(path)), tmp_path / "shards", 2)
+    assert main(["data", "check", config.path]) == 0 and next(opened(config)).num_tokens == 4
+    assert files(tmp_path / "shards")["00000.tokens"] == b""
 
 
 def test_a_whole_folder_passes(shards, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """A stream that workers tokenize for is the stream without them: packs, states and errors; and
 nothing of them stays."""
 
-import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -171,8 +170,8 @@ def test_coming_places_are_those_of_the_order():
             if order.is_over:
                 assert next(coming[0], None) is None
                 break
-            assert next(coming[order.place.part]) == order.place
-            order.advance(1, 1 + order.place.document)
+            assert next(coming[order.turn.place.part]) == order.turn.place
+            order.advance(1, 1 + order.turn.place.document)
             found += 1
         assert found == (20 if epochs else 40)
 
@@ -287,22 +286,6 @@ def test_a_worker_that_does_not_answer_is_told_and_ends_the_stream(none_left, qu
     with pytest.warns(PackgraphWarning), pytest.raises(DataError, match=words):
         positions(stream, AHEAD * BATCH)
     stream.close()
-
-
-def test_a_process_that_is_stopped_before_it_reads_its_work_holds_nobody(none_left):
-    """Work that no pipe holds at once: whoever wrote it to a pipe would wait for the process."""
-    source = Texts()
-    source.filling = bytes(2**20)
-    with contextlib.closing(HandedOver(Work(DataConfig(), source, "bytes"))) as handed:
-        worker = TokenizerProcess(0, handed, 1)
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
-        with pytest.warns(PackgraphWarning, match=r"documents 7\."):
-            worker.receive()
-        assert worker.is_lost and batch.answers is None
-    worker.process.kill()
-    worker.process.join()
-    worker.pipe.close()
 
 
 def settled(file):
