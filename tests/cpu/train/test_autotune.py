@@ -369,9 +369,8 @@ def test_a_capacity_over_the_memory_budget_is_not_timed(untimed, tmp_path, monke
 def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run = trainer(tmp_path / "run", config(3))
     run.run(StopRequest())
-    run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
     with run.executor.rebuilding():
-        pass
+        run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
     (slot,) = run.executor.graphed[0]._slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
     run.close()
