@@ -229,7 +229,7 @@ def test_a_shard_may_hold_no_token(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": ""}\n' * 3 + '{"text": "ab"}\n')
     config = shards_of(DataConfig(source="jsonl", path=str(path)), tmp_path / "shards", 2)
-    assert main(["data", "check", config.path]) == 0 and next(opened(config)).num_tokens == 4
+    assert main(["data", "check", config.path]) == 0 and next(opened(config)).num_tokens == 16
     assert files(tmp_path / "shards")["00000.tokens"] == b""
 
 
