@@ -121,6 +121,12 @@ class Capturer:
         seen = self._dry_runs.get(key)
         return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
 
+    def takes(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns whether graphs of `key` are for such arguments, where the module has not changed
+        since `holds`."""
+        seen = self._dry_runs.get(key)
+        return seen is not None and seen.guards is not None and seen.guards.take(args, kwargs)
+
     def check_state(
         self,
         key: Hashable = None,

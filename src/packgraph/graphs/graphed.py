@@ -197,7 +197,8 @@ class Control:
         self.consensus = consensus_of(module)
         self._closed = False
         self._released: HostWeights | None = None
-        self._frozen: object | None = None  # a block in which the module does not change
+        # Keys that have held in this block, in which the module does not change; None = no block.
+        self._frozen: set[Any] | None = None
         self._forward_of_class = getattr(type(module), "forward", None)
         weakref.finalize(self, self._notices.end)
         # Not by `self`, which only the garbage collector would free then.
@@ -326,9 +327,12 @@ class Control:
             self._turn()
         cache = self._capturer.cache
         key = call_key(args, kwargs, self.device, self._capturer.training)
-        holds = key is not None and (
-            self._frozen is not None or self._capturer.holds(key, args, kwargs)
-        )
+        if self._frozen is not None and key in self._frozen:
+            holds = self._capturer.takes(key, args, kwargs)
+        else:
+            holds = key is not None and self._capturer.holds(key, args, kwargs)
+            if holds and self._frozen is not None:
+                self._frozen.add(key)
         around = _DDP._active_ddp_module is not None or any(_HOOKS_OF_ALL)
         if not holds or around or self._refusal is not None:
             refused = self._refused()
@@ -391,7 +395,7 @@ class Control:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_state(call.key, self._in_words(call, args), args, kwargs)
+        reason = self._capturer.check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
@@ -425,7 +429,7 @@ class Control:
                 variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
             except CaptureError as error:
                 # Gradients are looked at once more.
-                self._frozen = self._frozen and object()
+                self._frozen = None if self._frozen is None else set()
                 return self._give_up(call, error)
             on_error.pop_all()
         return self._handle(lease, variant)
@@ -446,7 +450,7 @@ class Control:
                 return lease
         if found != START_OVER:
             return fallback.APART
-        self._frozen = self._frozen and object()
+        self._frozen = None if self._frozen is None else set()
         reason = self._capturer.check_state()
         new = None if reason is not None else self._slots.acquire(call.key)
         if new is None:
@@ -480,23 +484,19 @@ class Control:
         """Promises, for a schedule, that in this block nothing about the module changes but the
         values of its tensors.
 
-        What graphs have baked is then compared once, at the start, instead of at every call, and
+        What graphs of a key have baked is then compared once, at its first call in the block, and
         nobody replaces `.grad` of its parameters in between, as another graphed module with the
         same parameters would.
         """
         self._turn()
         if self._refusal is not None:
             self._ask_for_refusal()
-        if self._check_state() is None:
-            self._frozen = object()
+        if self._capturer.check_state() is None:
+            self._frozen = set()
         try:
             yield
         finally:
             self._frozen = None
-
-    def _check_state(self, *about: Any) -> str | None:
-        """Calls `Capturer.check_state`, except within `frozen`, where nothing can have changed."""
-        return None if self._frozen is not None else self._capturer.check_state(*about)
 
     def has_free_slot(self) -> bool:
         """Returns whether `acquire` would find a slot now."""
@@ -563,7 +563,7 @@ class Control:
         """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
         cache = self._capturer.cache
         if cache.joint.is_alone:
-            return reason is None and self._check_state() is None
+            return reason is None and self._capturer.check_state() is None
         changed = self._capturer.check_state_with_others()  # all ranks ask
         reason = reason or changed
         error: CaptureError | None = None
@@ -705,7 +705,7 @@ class Control:
                     user_line(),
                     "trace memory before it begins",
                 )
-            reason = self._check_state()
+            reason = self._capturer.check_state()
             if reason is not None:
                 raise CaptureError(
                     reason, user_line(), "graphs add to the gradients of leaf parameters"
@@ -731,9 +731,8 @@ class Control:
         return self.refused_now()
 
     def _refused(self) -> str | None:
-        """Returns why the module cannot be captured, or None; `frozen` keeps the last answer."""
-        if self._frozen is None:
-            self._ask_for_refusal()
+        """Returns why the module cannot be captured, or None."""
+        self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
 
     def _is_patched(self) -> bool:
@@ -804,7 +803,7 @@ class Control:
             # out
             if capturing():
                 return True
-            if self._check_state(call.key, None, args, kwargs) is not None:
+            if self._capturer.check_state(call.key, None, args, kwargs) is not None:
                 return False
             if self._capturer.is_compiled(call.key):
                 return True

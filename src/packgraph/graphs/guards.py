@@ -410,11 +410,8 @@ class Guards:
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Returns whether nothing has changed that the graphs have baked. args, kwargs: Of a
         call."""
-        whole = self._whole and args is not None
-        if whole:
-            first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
-            if not first.trace.holds_of(first.scope | {"state": state}):
-                return False
+        if args is not None and not self.take(args, kwargs):
+            return False
         for classes in self._classes:
             if not classes.hold():
                 return False
@@ -425,6 +422,13 @@ class Guards:
             if not self._traces_hold():
                 return False
         return self._memory_holds() and (not self._lists or self._lists_hold())
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns whether a call's arguments are as they were traced."""
+        if not self._whole:
+            return True
+        first, state = self._used[0], row_major({"args": args, "kwargs": kwargs})
+        return first.trace.holds_of(first.scope | {"state": state})
 
     def _traces_hold(self) -> bool:
         for trace, scope in self._around.items():

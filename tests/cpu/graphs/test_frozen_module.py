@@ -9,6 +9,7 @@ from packgraph.graphs import capture
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.graphs.guards import Guards
+from packgraph.graphs.stages import Stage
 
 
 class Scored(nn.Module):
@@ -113,6 +114,49 @@ def test_calls_with_constants_are_known_too(monkeypatch):
             graphed.module(None, x, True).detach()
         )
         assert graphed.stats.captured == captured + 1, "True is not 1, nor 2"
-        assert not looked, "once, at the start of the block"
+        assert len(looked) == 4, "once, at its first call in the block"
     forward_backward(graphed, None, x, 2)
-    assert looked
+    assert len(looked) == 5
+
+
+class Scaled(Scored):
+    """Multiplies by a number, which Python reads."""
+
+    scale = 2.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class ScaledStages(Scaled):
+    """The same in stages, as chunks of a schedule."""
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        return [Stage("scaled", 0, self.scaled)]
+
+    def scaled(self, state):
+        return {"loss": self.forward(state["x"])}
+
+    def end(self, state):
+        return state["loss"]
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledStages])
+@pytest.mark.parametrize("change", ["number", "hook"])
+def test_what_changes_between_blocks_is_seen(kind, change):
+    """A training step is a block: what a callback has changed holds from the next step on."""
+    torch.manual_seed(0)
+    graphed, x = graph(kind(), warmup=0), torch.randn(3, 4)
+    for step in range(4):
+        if step == 2 and change == "number":
+            graphed.module.scale = 0.5
+        elif step == 2:
+            graphed.module.linear.register_forward_hook(lambda module, given, made: 2 * made)
+        with graphed.frozen():
+            for _ in range(2):
+                expected = graphed.module(x)
+                assert torch.equal(forward_backward(graphed, x), expected.detach())
+    assert graphed.stats.replayed == (8 if change == "number" else 4)
