@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.guards import dict_version
@@ -277,9 +277,6 @@ def _outside(entries: Sequence[Any], owned: bool | None = None) -> list[bool]:
 OF_OWNER = Hooks(guard_filter_fn=partial(_outside, owned=True))
 AROUND = Hooks(guard_filter_fn=partial(_outside, owned=False))
 
-
-if TYPE_CHECKING:  # loads torch's tracer, which takes seconds
-    from packgraph.graphs.guards import Trace
 
 _IN_PLACE = (
     "change parameters and other tensors in place (copy_, load_state_dict) to keep the graphs"

@@ -137,7 +137,7 @@ def test_what_cannot_be_planned_names_the_options(path: Path) -> None:
     with pytest.raises(
         ValueError, match="max_tokens must be at least 1, got 0; memory_gib must be positive"
     ):
-        BucketConfig(max_tokens=0, memory_gib=-1.0)
+        BucketConfig(max_tokens=0, memory_gib=0.0)
 
 
 @pytest.mark.parametrize(

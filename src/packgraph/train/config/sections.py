@@ -495,7 +495,8 @@ class BucketConfig:
             for name in ("max_tokens", "max_count", "documents")
         }
         room = self.memory_gib
-        _refuse(problems | {f"memory_gib must be positive, got {room}": (room or 1) <= 0})
+        no_room = room is not None and room <= 0
+        _refuse(problems | {f"memory_gib must be positive, got {room}": no_room})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -394,5 +394,6 @@ class TokenizedAhead:
         self._here(index)
         raise DataError(
             f"{self._work.source[index].where}: a worker failed at it ({answer.why}), but this "
-            f"process does not. {self._remedy}"
+            "process does not. Go on without workers: data.workers = 0 in a run, --workers 1 in a "
+            "build"
         )
