@@ -462,7 +462,7 @@ STATEMENTS = {
     "torch_internals": 34,
     "__init__": 37,
     "packing": 1010,
-    "graphs": 7951,
+    "graphs": 7949,
     "ops": 2177,
     "mamba": 967,
     "moe": 1970,
@@ -471,12 +471,12 @@ STATEMENTS = {
     "models": 1812,
     "viz": 337,
     "integrations": 866,
-    "train": 8932,
+    "train": 8933,
     "verification": 816,
     "bench": 820,
     "commands": 204,
     "cli": 112,
-    "tests": 48589,
+    "tests": 48593,
     "benchmarks": 4697,
 }
 SLACK = 40  # statements that a budget may lie above what there is
