@@ -23,6 +23,9 @@ backward_task: Callable[[], int] = _C._current_graph_task_id  # -1 outside of a 
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 will_run: Callable[[Any], bool] = _C._will_engine_execute_node  # in the running backward
 saved_tensor_hooks: Callable[[], Any] = partial(_autograd._top_saved_tensors_default_hooks, True)  # type: ignore[attr-defined]
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # of the running one
+)
 version_of = operator.attrgetter("_version")  # counts changes in place of a tensor's memory
 
 # ---- modes

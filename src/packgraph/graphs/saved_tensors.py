@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from packgraph.torch_internals import (
+    at_end_of_backward,
     backward_task,
     below_modes,
     saved_tensor_hooks,
@@ -50,7 +51,7 @@ class Given:
             if living is not None:
                 living._kept = None
 
-        torch.autograd.Variable._execution_engine.queue_callback(forget)
+        at_end_of_backward(forget)
         return tensor
 
 

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory, aligned
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
+from packgraph.torch_internals import below_modes, identity, storage_id, storage_uses, version_of
 
 COVERED = 0.5  # of memory that moves, by the views that were saved
 
@@ -52,7 +53,7 @@ class GroupMemory:
 
     def __init__(self, group: "SavedGroup", tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
-        self.version, self.place = tensor._version, place
+        self.version, self.place = version_of(tensor), place
         self._group = weakref.ref(group)
         self.handles: list[weakref.ref[Handle]] = []
         self.nbytes, self.covered, self.waiting, self.moved = storage.nbytes(), 0, 0, False
@@ -80,7 +81,7 @@ class GroupMemory:
         group = self._group()
         return (
             self.storage() is not None
-            and self.version == tensor._version
+            and self.version == version_of(tensor)
             and group is not None
             and not (self.moved and group.host is None)
         )
@@ -90,7 +91,7 @@ class GroupMemory:
         watched, self.watched = self.watched, []
         for reference, tensor in watched:
             if (handle := reference()) is not None:
-                handle.changed = tensor._version != handle.version
+                handle.changed = version_of(tensor) != handle.version
 
     def is_held(self) -> bool:
         """Returns whether somebody else holds it, so that moving frees nothing. Our references are
@@ -104,7 +105,7 @@ class GroupMemory:
         ]
         ours = sum(handle.kept is not None for handle in handles) + len(self.watched)
         ours += self.device is not None or (self.moved and not self.group.has_left())
-        return torch._C._storage_Use_Count(storage._cdata) > ours + 1
+        return storage_uses(identity(storage)) > ours + 1
 
 
 @dataclass(eq=False)
@@ -149,7 +150,7 @@ class Handle:
             memory.waiting -= 1
         if memory.waiting == 0:
             memory.restored = None
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with below_modes():
             tensor = torch.empty(0, dtype=self.dtype, device=whole.device)
             tensor = tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
         return self._placed(self.given.keep(tensor))
@@ -221,10 +222,10 @@ class SavedGroup:
                 "stride": tensor.stride(),
             }
             tensor = local_tensor(tensor)
-        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+        with below_modes(), torch.no_grad():
             tensor = tensor.detach()  # without its graph, in which this handle will be
             if memory is None:
-                key = tensor.untyped_storage()._cdata
+                key = storage_id(tensor)
                 memory = self.memories.get(key)
                 if memory is None or not memory.still(tensor):
                     memory = self.memories[key] = GroupMemory(self, tensor, place)
@@ -238,7 +239,7 @@ class SavedGroup:
             int(tensor.storage_offset()),
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor._version,
+            version_of(tensor),
             None if memory.moved else tensor,
             placed,
         )

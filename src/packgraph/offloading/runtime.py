@@ -49,6 +49,7 @@ from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.offloading.group import GroupMemory, Handle, SavedGroup, unpack
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 from packgraph.offloading.timing import PassTimes, Waits, copy_speed_of
+from packgraph.torch_internals import identity, storage_id
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
 # of a block's bytes between which a plan can choose; `in_flight` of knobs speaks of whole blocks
@@ -72,7 +73,7 @@ class Pass:
 
     def known(self, tensor: Tensor) -> GroupMemory | None:
         """The memory of an earlier group that `tensor` lies in."""
-        memory = self.memories.get(tensor.untyped_storage()._cdata)
+        memory = self.memories.get(storage_id(tensor))
         return memory if memory is not None and memory.still(tensor) else None
 
     def living(self) -> list[SavedGroup]:
@@ -363,7 +364,7 @@ class OffloadRuntime:
         )
         for memory in group.memories.values():
             if (storage := memory.storage()) is not None:
-                now.memories[storage._cdata] = memory
+                now.memories[identity(storage)] = memory
         if leaves != KEPT and group.host is not None:
             now.leaving.append((leaves, weakref.ref(group)))
         self._release(now, group.place)

@@ -35,6 +35,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.data import FlatParameters, accumulating_nodes
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.ranks import gather
+from packgraph.torch_internals import at_end_of_backward, backward_task
 
 Reduce = Literal["mean", "sum"]
 
@@ -228,7 +229,7 @@ class Replicas:
 
     def _begins(self, call: _Call, *_: object) -> None:
         """A hook before the node of an output."""
-        run = self._run_of(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+        run = self._run_of(backward_task())
         others = any(not other.has_begun for other in self._calls if other is not call)
         call.has_begun = True
         run.calls += 1
@@ -252,8 +253,7 @@ class Replicas:
             self._give_up(run)
         self._refuse_twice()
         run = self._running = _Backward(task)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._ends, run))
+        at_end_of_backward(functools.partial(self._ends, run))
         return run
 
     def _give_up(self, run: _Backward) -> None:

@@ -63,6 +63,7 @@ from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.parallel.peer_copies import Exchange, Peers, Reduction
+from packgraph.torch_internals import at_end_of_backward, backward_task
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -147,7 +148,7 @@ class ShardedLayer:
     def enter(self, state: State) -> State:
         """Stage `shard_gather`: the layer's parameters are whole. Raises RuntimeError where layers
         run in another order, or again for their backward."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != -1:
             raise RuntimeError(
                 f"sharded layer {self.number} runs again within a backward, where parameters of "
                 "other layers are whole: recompute within layers only, and call loss.backward() on "
@@ -225,9 +226,8 @@ class ShardedLayer:
         if not is_reached:
             return
         _end_open()  # of another call in the same backward
-        _open[torch._C._current_graph_task_id()] = self
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(_end_open)
+        _open[backward_task()] = self
+        at_end_of_backward(_end_open)
         if self.after is None:
             self.wait_for(self.gather())
         for span in self.trained:
@@ -382,7 +382,7 @@ class _Edge(torch.autograd.Function):
 
 def _end_open(layer: ShardedLayer | None = None, hands_over: bool = False) -> None:
     """Within a backward or at its end: end that of `layer`, None = of any, if it has begun."""
-    task = torch._C._current_graph_task_id()
+    task = backward_task()
     found = _open.get(task)
     if found is not None and layer in (None, found):
         del _open[task]
