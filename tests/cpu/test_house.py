@@ -471,7 +471,7 @@ STATEMENTS = {
     "models": 1812,
     "viz": 337,
     "integrations": 866,
-    "train": 8933,
+    "train": 8938,
     "verification": 816,
     "bench": 820,
     "commands": 204,

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -283,13 +284,22 @@ def _with_earlier(folder: Path, manifest: Manifest, tell: Callable[[str], None])
     for left in folder.glob(f"*{UNFINISHED}"):
         left.unlink()
     kept = dict(earlier.shards)
-    for number in earlier.shards:
-        if problems := _problems(folder, earlier, number):
+    for number, problems in _checked(folder, earlier, earlier.shards):
+        if problems:
             tell(f"shard {number} is written again: {problems[0]}")
             del kept[number]
     manifest = replace(manifest, shards=kept)
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest
+
+
+def _checked(
+    folder: Path, manifest: Manifest, numbers: Iterable[int]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields the faults of shards, in order; as many are read at once as there are cores."""
+    numbers = list(numbers)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # a digest holds no thread up
+        yield from zip(numbers, pool.map(partial(_problems, folder, manifest), numbers))
 
 
 def _problems(folder: Path, manifest: Manifest, number: int) -> list[str]:
@@ -311,8 +321,8 @@ def check_shards(folder: Path) -> tuple[Manifest, list[str]]:
     Raises DataError where there is no manifest.
     """
     manifest = read_manifest(folder)
-    numbers = range(manifest.count)
-    return manifest, [text for number in numbers for text in _problems(folder, manifest, number)]
+    checked = _checked(folder, manifest, range(manifest.count))
+    return manifest, [text for _, problems in checked for text in problems]
 
 
 @dataclass(frozen=True, kw_only=True)
