@@ -489,7 +489,7 @@ def prepared() -> Iterator[Path]:
 
 def _import_all() -> None:
     """What children would each import."""
-    for name in ("train.launch", "train.export", "train.data.command", "train.features.live"):
+    for name in ("train.launch", "train.export", "train.data.shard_build", "train.features.live"):
         importlib.import_module(f"packgraph.{name}")
     for kind, more in ARCHITECTURES.items():
         with torch.device("meta"):

@@ -20,7 +20,7 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
-from packgraph.graphs.checks.host_sync import LEAVE_OUT
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, compiled_stages
 from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
@@ -34,7 +34,7 @@ from packgraph.graphs.program import Program
 from packgraph.graphs.reference import Reference
 from packgraph.graphs.replay import Ends, Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
-from packgraph.graphs.undone import compiled_code, explained, undone
+from packgraph.graphs.undone import explained, undone
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
@@ -430,7 +430,7 @@ def capture_variant(
         explained(),
         undone(program.module, backend) as journal,
         aliased_parameters(program.module) as aliases,
-        compiled_code(program.compiles, fixed=True),
+        compiled_stages(program.compiles, fixed=True),
     ):
         backend.copy_streams.memories.let_go()
         with backend.window(slot.pool, slot.scratch, journal, trial) as window:

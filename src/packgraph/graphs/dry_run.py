@@ -21,7 +21,7 @@ from packgraph.graphs.build import (
     refuse_changed_inputs,
 )
 from packgraph.graphs.checks.calls import Constants, DryRun
-from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, compiled_stages
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards, refuse_host_memory
@@ -37,7 +37,7 @@ from packgraph.graphs.program import (
 )
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.trust import Trusted
-from packgraph.graphs.undone import compiled_code, explained, undone
+from packgraph.graphs.undone import explained, undone
 from packgraph.torch_internals import version_of
 
 _RETURN_GRADIENT = (
@@ -95,7 +95,7 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
         torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may leave it switched
         undone(program.module, call.backend) as journal,
         aliased_parameters(program.module) as aliases,
-        compiled_code(program.compiles),
+        compiled_stages(program.compiles),
         reading(used) if program.staged else contextlib.nullcontext(),
     ):
         parameters = [*aliases.alias_of.values()]

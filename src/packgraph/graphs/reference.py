@@ -51,7 +51,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, copied
+from packgraph.graphs.checks.host_sync import (
+    LEAVE_OUT,
+    CaptureChecker,
+    Journal,
+    compiled_stages,
+    copied,
+)
 from packgraph.graphs.checks.random_state import is_alone
 from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError, forward_line
@@ -65,7 +71,7 @@ from packgraph.graphs.program import open_objects
 from packgraph.graphs.region import Region
 from packgraph.graphs.replay import Ends, ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
-from packgraph.graphs.undone import compiled_code, explained, undone
+from packgraph.graphs.undone import explained, undone
 
 CHUNK = 2**25  # numbers that are looked at in one piece
 _FACTOR = 4  # of the difference of two plain calls, where they differ
@@ -261,7 +267,7 @@ class Reference:
             undone(self.module, backend) as journal,
             journal.draws.allowed() if not self._whole and journal.draws else nothing(),
             journal.draws.moving() if self._alone and journal.draws else nothing(),
-            compiled_code(program.compiles),
+            compiled_stages(program.compiles),
             # Eager stages may write to whatever they like.
             nothing() if self._whole else CaptureChecker(journal, refuse=False, device=None),
         ):

@@ -42,7 +42,7 @@ from packgraph.graphs.backend import (
     sizes_in_short,
 )
 from packgraph.graphs.cache import GraphCache
-from packgraph.graphs.checks.host_sync import CaptureChecker
+from packgraph.graphs.checks.host_sync import CaptureChecker, compiled_stages
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
@@ -54,7 +54,7 @@ from packgraph.graphs.parameters import aliased_parameters, has_hooks
 from packgraph.graphs.program import hide_lengths, reading, reading_calls
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
-from packgraph.graphs.undone import compiled_code, explained, undone
+from packgraph.graphs.undone import explained, undone
 
 MAX_STEP_KEYS = 16
 WHOLE = "a whole step"
@@ -354,11 +354,11 @@ class GraphedStep:
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
                 owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
                 parameter.grad = owned[-1].tensor
-            with compiled_code(self.compiled), reading_calls(self.modules):
+            with compiled_stages(self.compiled), reading_calls(self.modules):
                 read = self._run_dry(shown, journal)
             if self._meets:  # a capture may exchange, too
                 self._meet()
-            stack.enter_context(compiled_code(self.compiled, fixed=True))
+            stack.enter_context(compiled_stages(self.compiled, fixed=True))
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:

@@ -2,8 +2,7 @@
 
 These are writes to tensors that existed before (journal), states of random generators, of Python's
 and numpy's too, of Python's garbage collector and of the autocast cache, the module's parameters
-and attributes. What such code raises is told at the user's line (`explained`), and stages run as
-compiled code in it, if there is any (`compiled_code`).
+and attributes. What such code raises is told at the user's line (`explained`).
 """
 
 import contextlib
@@ -18,7 +17,6 @@ from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     Journal,
-    compiled_stages,
     known_generators,
 )
 from packgraph.graphs.checks.random_state import Draws
@@ -74,17 +72,6 @@ def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
                     buffer.data = place
         if collecting:
             gc.enable()
-
-
-@contextlib.contextmanager
-def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
-    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
-    was compiled before, and code that would have to be compiled now is an error, since a capture
-    cannot hold that.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(compiled_stages(there, fixed))
-        yield
 
 
 @contextlib.contextmanager

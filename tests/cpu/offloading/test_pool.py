@@ -158,7 +158,7 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
         graphed, runtime, arguments = warmed(
             config(), DENSE, policy=POLICIES[way], times_graphs=times_graphs, late=("out", "back")
         )
-        passes, seen, trace = runtime._looks, runtime._times, runtime.trace
+        passes, seen, trace = runtime._looks, runtime._largest, runtime.trace
         memory = runtime.copy_streams.memories.arenas.nbytes()
         for _ in range(traces):
             trial_memory(graphed, [arguments], 1)
@@ -170,7 +170,7 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
             and runtime.copy_streams.timed is None
             and not runtime.copy_streams._under_way
         )
-        assert runtime._looks == passes and runtime._times is seen and runtime.trace == trace
+        assert runtime._looks == passes and runtime._largest is seen and runtime.trace == trace
         assert runtime.copy_streams.memories.arenas.nbytes() == (0 if traces else memory), (
             "it is the next capture's"
         )

@@ -245,7 +245,7 @@ def test_a_save_that_fails_while_another_error_ends_the_run_is_a_note(
         return fails(*arguments, **options)
 
     monkeypatch.setattr(background, "save_checkpoint", save)
-    monkeypatch.setattr(Trainer, "_must_stop", lambda self, stop: False)
+    monkeypatch.setattr(Trainer, "_must_stop", lambda self: False)
     with pytest.raises(NonFiniteLossError, match="there is no checkpoint yet"):
         go(tmp_path / "run", settings(steps=3), spoil=3)
     assert "step-00000002: could not be written: No space left" in (tmp_path / "log").read_text()

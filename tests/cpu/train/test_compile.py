@@ -75,7 +75,8 @@ def test_graphs_of_compiled_stages_train_as_the_compiled_stages_do(options, tmp_
 
 
 def test_the_attention_in_use_is_known(tmp_path):
-    assert trainer(tmp_path / "run", tiny()).attention == "sdpa (no flash: the tensors are on cpu)"
+    (chunk,) = trainer(tmp_path / "run", tiny()).model.chunks
+    assert str(chunk.attention_choice()) == "sdpa (no flash: the tensors are on cpu)"
 
 
 def test_compiling_needs_graphs():

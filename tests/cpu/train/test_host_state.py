@@ -42,8 +42,7 @@ LATE = [(), ("out",), ("back",), ("out", "back")]
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device and on the host norms are those of the same pieces."""
     size = request.param
-    parts = functools.partial(host_states.parts_of, piece=size)
-    monkeypatch.setattr(optimizer, "parts_of", parts)
+    monkeypatch.setattr(optimizer, "PIECE", size)
     monkeypatch.setattr(optimizer, "HostState", functools.partial(HostState, piece=size))
 
 

@@ -170,8 +170,7 @@ def test_it_is_a_way_of_cuda_alone() -> None:
 def test_state_on_the_host_has_the_bits_of_that_on_the_device(
     clip: float | None, piece: int, calls: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = functools.partial(host_state.parts_of, piece=piece)
-    monkeypatch.setattr(optimizer, "parts_of", parts)
+    monkeypatch.setattr(optimizer, "PIECE", piece)
     monkeypatch.setattr(optimizer, "HostState", functools.partial(HostState, piece=piece))
     ends = []
     with mock.patch.object(host_state, "narrow_adamw", side_effect=narrow_adamw) as there:

@@ -17,7 +17,7 @@ from packgraph.train import optimizer
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import TINY, Optimizer
 from packgraph.train.spikes import Limits
-from packgraph.train.updates import adamw, host_state
+from packgraph.train.updates import adamw
 from packgraph.train.updates.adamw import MEANS, AdamW
 from packgraph.train.updates.host_state import HostState
 
@@ -161,8 +161,7 @@ def taken(**options: Any) -> int:
 
 def pieces_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Norms and updates of so many elements at a time: norms of a CPU convert them, too."""
-    parts = functools.partial(host_state.parts_of, piece=size)
-    monkeypatch.setattr(optimizer, "parts_of", parts)
+    monkeypatch.setattr(optimizer, "PIECE", size)
     monkeypatch.setattr(optimizer, "AdamW", functools.partial(AdamW, group=size))
 
 

@@ -6,8 +6,8 @@ copy, which the graph makes on the device. Other numbers than in the dry run are
 plain numbers in lists and tuples are taken: an array may change where nobody looks.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,21 +45,17 @@ class Constants:
         self._kept: list[_Kept] = []
         self._next = 0
 
-    @contextlib.contextmanager
-    def remembering(self) -> Iterator[None]:
+    def remembering(self) -> AbstractContextManager[Any]:
         """Within the block, a run of captured code in a dry run, constants are made and kept."""
-        with _Making(self._remember):
-            yield
+        return _Making(self._remember)
 
-    @contextlib.contextmanager
-    def handing_out(self) -> Iterator[None]:
+    def handing_out(self) -> AbstractContextManager[Any]:
         """Within the block, a run of captured code in a capture, constants are copies of those that
         were kept.
 
         Where none were kept nothing is changed: compiled code would notice.
         """
-        with _Making(self._hand_out) if self._kept else contextlib.nullcontext():
-            yield
+        return _Making(self._hand_out) if self._kept else nullcontext()
 
     def start_over(self) -> None:
         """The next constant is the first again: a capture begins."""

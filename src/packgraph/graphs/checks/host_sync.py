@@ -89,7 +89,8 @@ _MASKS = (
     "are not looked at"
 )
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
-_WAYS_OUT = {
+# Advice on operations that wait for the device.
+WAYS_OUT = {
     "nonzero": _SHAPE,
     "masked_select": _SHAPE,
     "index": _SHAPE,
@@ -109,11 +110,6 @@ SLACK = 1.5  # a pool does not take the very blocks that eager code has left
 COPIES = 1 / 8  # of free memory, for all copies together
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
-
-
-def way_out(name: str) -> str:
-    """Returns advice on the operation called `name`, which waits for the device."""
-    return _WAYS_OUT.get(name, LEAVE_OUT)
 
 
 class Journal:
@@ -159,10 +155,6 @@ class Journal:
                 whole.copy_(old)
         self._saved.clear()
         self._beside = 0
-
-    def written(self) -> list[torch.Tensor]:
-        """The saved storages, as flat byte tensors."""
-        return [whole for whole, _ in self._saved.values()]
 
 
 def copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
@@ -416,7 +408,7 @@ def refuse_unsafe(
         raise CaptureError(
             f"{shown} waits for the device: its result is needed on the host",
             user_line(),
-            way_out(name),
+            WAYS_OUT.get(name, LEAVE_OUT),
         )
 
 

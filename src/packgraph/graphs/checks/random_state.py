@@ -132,16 +132,9 @@ def _numpy_state() -> _State | None:
 
 
 class _Listening(threading.local):
-    """Who is told of a thread's calls."""
+    """Holds who makes a thread's calls: a list of one, of none when its block has ended."""
 
-    entry: "_Entry | None" = None
-
-
-class _Entry:
-    """listener: Makes the calls. over: Its block has ended."""
-
-    def __init__(self, listener: Any) -> None:
-        self.listener, self.over = listener, False
+    entry: Sequence[Any] = ()
 
 
 _LISTENING = _Listening()
@@ -165,7 +158,7 @@ def state_calls(listener: Any) -> Iterator[Callable[[object], None]]:
                 telling = _telling(function, home is torch.random, name.startswith("set"))
                 setattr(home, name, telling)
                 setattr(torch if home is torch.random else torch.cuda, name, telling)
-    before, entry = _LISTENING.entry, _Entry(listener)
+    before, entry = _LISTENING.entry, [listener]
 
     def listen(_: object = None) -> None:
         _LISTENING.entry = entry
@@ -174,7 +167,8 @@ def state_calls(listener: Any) -> Iterator[Callable[[object], None]]:
     try:
         yield listen
     finally:
-        entry.over, _LISTENING.entry = True, before
+        entry.clear()
+        _LISTENING.entry = before
 
 
 def _telling(function: Any, of_host: bool, sets: bool) -> Any:
@@ -182,8 +176,8 @@ def _telling(function: Any, of_host: bool, sets: bool) -> Any:
 
     @functools.wraps(function)
     def telling(*args: Any, **kwargs: Any) -> Any:
-        entry = _LISTENING.entry
-        if entry is None or entry.over:
+        listener = next(iter(_LISTENING.entry), None)
+        if listener is None:
             return function(*args, **kwargs)
         given = inspect.signature(function).bind(*args, **kwargs)
         given.apply_defaults()
@@ -191,7 +185,7 @@ def _telling(function: Any, of_host: bool, sets: bool) -> Any:
         generator = _default_generator(device)
         assert generator is not None, "default generators are the host's or CUDA's"
         state = given.arguments["new_state"] if sets else None
-        return entry.listener.state_call(partial(function, *args, **kwargs), generator, state)
+        return listener.state_call(partial(function, *args, **kwargs), generator, state)
 
     telling.tells = telling._torchdynamo_disable = True  # type: ignore[attr-defined]
     return telling

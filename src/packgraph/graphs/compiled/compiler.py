@@ -42,9 +42,9 @@ from torch.utils import _python_dispatch
 from packgraph.graphs.checkpointed import FULL, checkpointed, draws
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
+    WAYS_OUT,
     CodeWatcher,
     all_is_compiled,
-    way_out,
     without_watchers,
 )
 from packgraph.graphs.checks.operations import DATA_DEPENDENT
@@ -162,7 +162,7 @@ def refuse_unsafe_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> N
                 f"{name} waits for the device inside a compiled stage: its result is needed on the "
                 "host",
                 _line(node),
-                way_out(name),
+                WAYS_OUT.get(name, LEAVE_OUT),
             )
         elsewhere = _device(node)
         if elsewhere is not None and devices and elsewhere not in devices:
