@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,7 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen = Counter[str]()
+    for item in items:
+        if (few := item.get_closest_marker("few")) is not None:
+            if seen[name := item.nodeid.partition("[")[0]] % few.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
     if torch.cuda.is_available():
         return
     for item in items:

@@ -176,6 +176,7 @@ def with_few_pages(mesh, layout, granularity, shard):
     ],
     ids=str,
 )
+@pytest.mark.few(2)
 def test_ranks_capture_again_together_where_only_some_get_more_pages(layout, granularity, shard):
     """A step that lacks pages is made again, by graphs captured for the pages that a rank has now;
     a rank that has as many as before must not begin to capture by itself."""

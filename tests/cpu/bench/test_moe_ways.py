@@ -67,6 +67,7 @@ def expected() -> dict[str, list[tuple[float, float]]]:
         ("model", "chunk+stash"),
     ],
 )
+@pytest.mark.few(3)
 def test_ways_compute_what_eager_does(expected: dict[str, Any], part: str, name: str) -> None:
     model, draws, setting = make(part, TINY, 3)
     way = make_way(name, setting)

@@ -63,6 +63,7 @@ def fresh_compiler():
         ),
     ],
 )
+@pytest.mark.few(3)
 def test_ways_compute_what_eager_does(part: str, name: str) -> None:
     model, draws, setting = make(part, shape("tiny", 2), 6, BUCKETS)
     eager, way = make_way("eager", setting), make_way(name, setting)

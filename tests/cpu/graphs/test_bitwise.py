@@ -28,6 +28,7 @@ def eager_trace():
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("scope", SCOPES, ids=str)
+@pytest.mark.few(3)
 def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, eager_trace):
     graphed = graph(make_toy(), scope=scope, granularity=granularity)
     assert differences(eager_trace, train(graphed, steps=6, between=poison_free_slots)) == []
@@ -37,6 +38,7 @@ def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, ea
 
 
 @pytest.mark.parametrize("set_to_none", [True, False, "alternate"])
+@pytest.mark.few(3)
 def test_gradients_survive_every_way_of_clearing_them(set_to_none):
     eager = train(make_toy(), steps=5, set_to_none=set_to_none)
     assert (
@@ -49,6 +51,7 @@ def test_gradients_survive_every_way_of_clearing_them(set_to_none):
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
 )
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.few(2)
 def test_any_order_over_slots_and_variants_with_poisoned_memory(seed, granularity):
     options = {"steps": 5, "seed": seed, "sizes": (4, 8, 12, 20), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)

@@ -364,6 +364,7 @@ def trained(name, wrap, prepare=lambda model: None, **options):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.few(3)
 def test_language_models_replay_at_their_defaults(name):
     (eager, _), (got, graphed) = trained(name, False), trained(name, True)
     assert len(eager) == len(got) and all(

@@ -109,6 +109,7 @@ def train(module, direct, steps=6, slots=3):
 
 @pytest.mark.parametrize("skip", ["", "before"])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.few(2)
 def test_direct_replays_equal_eager_bitwise_with_slots_in_any_order(granularity, skip):
     eager = train(make_chain(skip=skip), direct=False)
     graphed = lending(make_chain(skip=skip), granularity=granularity)

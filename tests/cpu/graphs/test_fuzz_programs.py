@@ -29,6 +29,7 @@ def chunks():
 
 
 @pytest.mark.parametrize("start", list(chunks()))
+@pytest.mark.few(2)
 def test_programs_never_differ_silently(start):
     programs = [generate(seed) for seed in range(start, min(start + CHUNK, FIRST + COUNT))]
     verdicts = [judged(program) for program in programs]

@@ -124,6 +124,7 @@ def assert_graph_is_eager(make, dtype=torch.bfloat16, **options):
     ],
     ids=str,
 )
+@pytest.mark.few(5)
 def test_gradients_of_what_is_handed_on_are_summed_as_in_eager(
     granularity, scope, made, how, dtype
 ):
@@ -282,6 +283,7 @@ class Twins(Relay):
     ],
     ids=str,
 )
+@pytest.mark.few(4)
 def test_one_tensor_in_two_entries_is_summed_as_in_eager(granularity, scope, twice, dtype):
     assert_graph_is_eager(
         lambda: Twins((3, 2, 3, 1), twice, dtype=dtype), dtype, granularity=granularity, scope=scope

@@ -29,6 +29,7 @@ def quiet(call, *args):
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("failing", range(1, 9))
+@pytest.mark.few(5)
 def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monkeypatch):
     """R8: gradients, buffers, random state as before; training goes on eagerly; a later key can
     still be captured."""

@@ -53,6 +53,7 @@ def is_told(graphed, calls):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(2)
 def test_a_change_of_what_forward_reads_is_seen(case):
     if "Enum's member" in case and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 has no guard for it: docs/assumptions.md")

@@ -69,6 +69,7 @@ SLOW = ("tokens", "packed", "wrapped", "without checkpointing", "DoRA, bf16", "L
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
 )
+@pytest.mark.few(2)
 def test_graphs_change_no_bit(case, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     with_graphs = run(Packing, tmp_path / "graphs", **CASES[case], **saving)

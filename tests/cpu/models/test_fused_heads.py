@@ -103,6 +103,7 @@ def test_numbers_are_those_of_plain_layers_but_for_rounding(fused, monkeypatch):
 @pytest.mark.parametrize(
     ("granularity", "scope"), [("layer", None), ("chunk", None), ("layer", ("attn",))]
 )
+@pytest.mark.few(3)
 def test_graphs_have_the_bits_of_eager(fused, granularity, scope, frozen):
     eager, captured = DecoderModel(CONFIG, seed=1), DecoderModel(CONFIG, seed=1)
     for model in (eager, captured):

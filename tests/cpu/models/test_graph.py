@@ -38,6 +38,7 @@ def random_batches(count: int) -> list[PackedBatch]:
         ("chunk", ("embed", "head")),
     ],
 )
+@pytest.mark.few(4)
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
     config = DecoderConfig(
         vocab_size=40,

@@ -177,6 +177,7 @@ def test_what_padding_holds_reaches_nothing():
     ("granularity", "scope"), [("layer", None), ("chunk", None), ("layer", ("attn",))]
 )
 @pytest.mark.parametrize("shape", ["queries of hidden states", "yarn"])
+@pytest.mark.few(3)
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, shape):
     capacities = [Capacity(24, 4), Capacity(48, 8)]
     chance = random.Random(0)

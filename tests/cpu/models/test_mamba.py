@@ -157,6 +157,7 @@ def batches(count):
 
 
 @pytest.mark.parametrize(("granularity", "scope"), SCOPES)
+@pytest.mark.few(2)
 def test_graphs_equal_eager_bitwise(granularity, scope):
     """Outputs and gradients of 8 microbatches of changing shapes, with dropout, on the recorder."""
     config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.5 if scope is None else 0.0)
@@ -165,6 +166,7 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
 
 
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("chunk", marks=pytest.mark.slow)])
+@pytest.mark.few(2)
 def test_every_scope_with_mamba_is_bitwise_eager(granularity):
     """Alone and with any other stages; feed-forward blocks and experts without gates, dropout."""
     config = hybrid(

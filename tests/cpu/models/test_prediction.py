@@ -261,6 +261,7 @@ def test_the_last_pipeline_stage_has_the_layers_and_a_table_of_its_own():
         ("tied, two", "chunk", None, "none"),
     ],
 )
+@pytest.mark.few(4)
 def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
     config = dataclasses.replace(SHAPES[shape], dropout=0.1)
     models = eager, captured = [DecoderModel(config, seed=1) for _ in range(2)]

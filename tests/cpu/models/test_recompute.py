@@ -80,6 +80,7 @@ def test_eager_training_keeps_its_bits(name, what):
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(3)
 def test_graphs_keep_the_bits(name, granularity, what):
     expected, _ = train(MODELS[name], "none")
     found, graphed = train(MODELS[name], what, granularity=granularity)

@@ -82,6 +82,7 @@ def legal_scopes() -> list[tuple[str, ...] | None]:
         pytest.param("chunk", legal_scopes(), id="chunk", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(2)
 def test_every_legal_scope_is_bitwise_eager(granularity, scopes):
     torch.manual_seed(3)
     state, eager = torch.get_rng_state(), DecoderModel(CONFIG, seed=1)

@@ -55,6 +55,7 @@ def log(folder: Path) -> str:
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk", "step"])
 @pytest.mark.parametrize("gradients", [WIDE, NARROW])
+@pytest.mark.few(3)
 def test_graphs_train_as_eager_steps_do(gradients: str, granularity: str, tmp_path: Path) -> None:
     made = config(gradients, graph=True)
     options = {"granularity": granularity, "optimizer": granularity == "step"}

@@ -196,6 +196,7 @@ def settings(offload: bool | str, **changes: Any) -> TrainConfig:
         ("1GiB", False),
     ],
 )
+@pytest.mark.few(4)
 def test_runs_resume_wherever_the_state_was(
     tmp_path: Path, before: bool | str, after: bool | str
 ) -> None:

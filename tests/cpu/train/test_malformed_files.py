@@ -465,6 +465,7 @@ PLACES = {
 )
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["runs", "runs/mine", "runs/mine/.claim", "runs/mine/checkpoints"])
+@pytest.mark.few(4)
 def test_what_stands_where_a_run_belongs_is_named(
     what, place, words, tmp_path, capsys, monkeypatch
 ):

@@ -94,6 +94,7 @@ def test_bytes_are_shown_for_people():
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("slots", [1, 3, None])
+@pytest.mark.few(3)
 def test_predicted_pools_of_a_decoder_are_within_five_percent(slots, granularity):
     graphed = graphed_model(slots, granularity)
     plan = plan_memory([graphed], arguments, [slots or 1], CAPACITIES)

@@ -42,6 +42,7 @@ def kept(tmp_path_factory):
     ("graph", "granularity", "fraction"),
     [(False, "layer", 0.5), (True, "layer", 1.0), (True, "chunk", 0.5), (True, "step", 1.0)],
 )
+@pytest.mark.few(2)
 def test_a_run_that_offloads_is_bitwise_one_that_does_not(
     graph, granularity, fraction, kept, tmp_path
 ):

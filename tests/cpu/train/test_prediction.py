@@ -100,6 +100,7 @@ def eager(tmp_path_factory):
         pytest.param(True, {"granularity": "step"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(3)
 def test_graphs_are_eager_bit_by_bit(experts, options, eager, tmp_path):
     settings = config(experts=experts, **options)
     assert validate(settings, "cpu") == []

@@ -57,6 +57,7 @@ def kept(tmp_path_factory):
         (True, "step", "full", ("layer_input",)),
     ],
 )
+@pytest.mark.few(2)
 def test_a_run_that_recomputes_is_bitwise_one_that_does_not(
     graph, granularity, recompute, offload, kept, tmp_path
 ):

@@ -134,6 +134,7 @@ def test_state_is_json_and_comes_back():
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("factor", [1e4, math.nan])
+@pytest.mark.few(2)
 def test_a_step_that_went_wrong_is_left_out(tmp_path, graph, factor):
     run, summary = trained(tmp_path, config("skip", graph), factor)
     assert summary["spikes"]["skipped"] == 1 and summary["ended"] == "all steps done"

@@ -174,6 +174,7 @@ class Returning(Chain):
     ],
     ids=["two products", "a product and another", "two products and another"],
 )
+@pytest.mark.few(3)
 def test_weights_with_several_uses_get_products_in_place_in_one_segment(added, make, granularity):
     gradients(graphed(make(), granularity=granularity), "compare")
     added.clear()

@@ -27,6 +27,7 @@ def warmed(**options):
 @pytest.mark.parametrize(
     "scope", [None, pytest.param(["attn"], marks=pytest.mark.slow), ["mlp", "head"]], ids=str
 )
+@pytest.mark.few(3)
 def test_the_recorders_pools_are_as_predicted(scope, granularity, slots):
     graphed = warmed(scope=scope, granularity=granularity, slots=slots)
     predicted = trial_memory(graphed, [toy_inputs(size) for size in SIZES], slots)

@@ -100,6 +100,7 @@ CHANGES = {
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+@pytest.mark.few(4)
 def test_a_change_behind_packed_is_refused(change, graphed):
     model = build("llama")
     call = packed(model)

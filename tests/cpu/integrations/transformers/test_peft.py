@@ -113,6 +113,7 @@ def test_layers_that_peft_repeats_keep_documents_apart():
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(3)
 def test_graphs_equal_eager_bit_by_bit(case):
     options = {"capacities": [CAPACITY], "strict": True, "warmup": 1}
     found = packgraph.verify(packed(adapted(CASES[case])), random_batches(4), **options)

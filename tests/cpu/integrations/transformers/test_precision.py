@@ -75,6 +75,7 @@ COMPILED = {"granularity": "chunk", "compile": "aot_eager"}
         pytest.param("fp8_weight_gradients", COMPILED, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(3)
 def test_graphs_replay_it_bit_by_bit(options, precision):
     batches = random_batches(6)
     model = build("llama", **SIZES)

@@ -85,6 +85,7 @@ def padded(examples):
     ],
     ids=["plain", "bf16", "checkpointing", "optimizer", "evaluation", "checkpoints"],
 )
+@pytest.mark.few(2)
 def test_graphs_change_no_bit(changes, tmp_path):
     with_graphs = trained(packing(tmp_path / "graphs", **changes))
     without = trained(packing(tmp_path / "eager", **changes), eager=True)

@@ -237,6 +237,7 @@ def trained(stash, draws, compile, **options):
     ],
     ids=str,
 )
+@pytest.mark.few(3)
 def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
     """And code that is compiled hands no rows to its backward: it could take them in the forward,
     and keep those."""
