@@ -106,9 +106,9 @@ def test_a_chain_has_barriers_though_its_ends_have_nothing_that_is_copied():
     span = lambda layer, peers: SimpleNamespace(  # noqa: E731
         sharded_layer=layer, is_gathered=True, is_frozen=False, peers=peers, members=[], behind=()
     )
-    copied = object()
+    copied = SimpleNamespace(peers=object())
     flat = SimpleNamespace(spans=[span(0, None), span(1, copied), span(2, None)], frozen=[])
-    assert [layer.peers for layer in ShardedLayers(flat).layers.values()] == [copied] * 3
+    assert [layer.peers for layer in ShardedLayers(flat).layers.values()] == [copied.peers] * 3
 
 
 @pytest.mark.dist

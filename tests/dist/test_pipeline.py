@@ -257,7 +257,7 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
     under_way = []  # a transfer that is let go of may never be done
 
     def finish(self):
-        under_way.append(self._sending)
+        under_way.append(self.sending)
         self.lease.release()
 
     eager = run("eager", 2, 1, COUNTS[:4])
