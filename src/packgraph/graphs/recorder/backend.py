@@ -13,12 +13,14 @@ Operands are remembered by name (block, offset, shape), not by reference: a reco
 operands alive would keep every block alive and hide reuse bugs. Tensors from outside (parameters,
 static inputs) are held strongly.
 
-Effects on the host that pass by torch's dispatcher, put into a recorded program.
+Calls that never reach torch's dispatcher are part of a recorded program, too: setting the state of
+the default generator, as recomputation does, and waiting for a transfer (`dist.Work.wait`). Both
+happen at every replay, at their place. torch's functions are replaced once by functions that pass
+everything on unless their thread records.
 
-Recomputation moves the default generator back and forth by `torch.get_rng_state` and
-`torch.set_rng_state`, and code that communicates waits for its transfers (`dist.Work.wait`). Both
-must happen at every replay, at their place. These functions are therefore replaced, once and for
-good, by functions that pass everything on, unless their thread is recording.
+A block lives from the operation that made its storage until the last reference to that storage is
+gone. When a variant is complete, its blocks are placed first-fit in the order of their births, each
+at the lowest offset that is free for its whole life. Variants of one pool begin at offset zero.
 """
 
 import bisect
