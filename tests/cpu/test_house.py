@@ -476,7 +476,7 @@ STATEMENTS = {
     "bench": 820,
     "commands": 204,
     "cli": 112,
-    "tests": 48600,
+    "tests": 48601,
     "benchmarks": 4697,
 }
 SLACK = 40  # statements that a budget may lie above what there is

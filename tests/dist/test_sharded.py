@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -95,25 +96,29 @@ def test_combinations(case):
 
 WITHOUT = {
     "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
-    "a reduction that is waited for": (ShardedLayer, "add", lambda self, found: add_at_once(found)),
+    "a reduction that is waited for": (
+        ShardedLayer,
+        "add",
+        lambda self, found: add_at_once(self, found),
+    ),
     "gathers": (ShardedLayer, "gather", lambda self: []),
     "zeroed gradients": (
         ShardedLayer,
         "begin_backward",
-        lambda self, late: begin_on_what_is_there(self, late),
+        lambda self, *late: begin_on_what_is_there(self, *late),
     ),
     "a reduction of what was added last": (sharded_layers, "add_waiting_gradients", lambda: None),
 }
 
 
-def add_at_once(reductions):
-    for reduction in reductions:
-        reduction.add()
+def add_at_once(self, reductions, add=ShardedLayer.add):
+    done = SimpleNamespace(wait=lambda: None)
+    add(self, [(span, (done, parts)) for span, (_, parts) in reductions])
 
 
-def begin_on_what_is_there(self, late, begin=ShardedLayer.begin_backward):
+def begin_on_what_is_there(self, *late, begin=ShardedLayer.begin_backward):
     before = [span.gradients.clone() for span in self.spans]
-    begin(self, late)
+    begin(self, *late)
     for span, content in zip(self.spans, before, strict=True):
         span.gradients.data.add_(content)
 
