@@ -17,7 +17,8 @@ import itertools
 import marshal
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -149,12 +150,15 @@ def _reading(sources: Sequence[str]) -> Any:
 
 class Classes:
     """Methods of the classes of what was read, which Dynamo takes for fixed, their names, which
-    hide those of their bases, and the process's environment."""
+    hide those of their bases, numbers that classes hold (`Settings.scale`, which torch 2.11 takes
+    for fixed), and the process's environment."""
 
     def __init__(self, code: Sequence[CodeType]) -> None:
         """code: That was traced."""
         self._code = code
+        self._named = {name for each in code for name in (*each.co_names, *each.co_consts)}
         self._kinds = dict[type, tuple[set[str], dict[str, Any]]]()
+        self._numbers = dict[type, Any]()
         self.modules = dict[str, None]()  # sources of those that were read
         self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
         self.values = dict[str, None]()  # of numbers that may be equal and not the same
@@ -175,6 +179,8 @@ class Classes:
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
             bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
             for base in bases:
+                if base.__flags__ & _HEAP_TYPE and kind is entry.value:
+                    self._numbers[base] = _held(base, self._named)
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     methods = _methods(base)
                     self._kinds[base] = _names(base), methods
@@ -183,8 +189,9 @@ class Classes:
         self._tables = [
             held
             for kind in self._kinds
-            for held in gc.get_referents(vars(kind))
-            if type(held) is dict
+            for holder in _holders(kind)
+            for held in (holder, *gc.get_referents(holder))
+            if isinstance(held, dict)
         ]
         self._environment = dict(os.environ)
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
@@ -206,6 +213,8 @@ class Classes:
                 found.get(name) is not value for name, value in methods.items()
             ):
                 return False
+        if any(_held(kind, self._named) != held for kind, held in self._numbers.items()):
+            return False
         self._versions = now
         return True
 
@@ -218,6 +227,18 @@ def _methods(kind: type) -> dict[str, Any]:
         if (callable(value) or hasattr(value, "__get__") or issubclass(kind, type))
         and name not in ("__init__", "__setstate__", "__module__", "__doc__")
     }
+
+
+def _held(kind: type, names: Container[Any]) -> Any:
+    """The numbers that a class, and members of an Enum, hold under some of these names."""
+    found = [{name: held[name] for name in held if name in names} for held in _holders(kind)]
+    return list(map(_numbers, found))
+
+
+def _holders(kind: type) -> list[Any]:
+    """The attributes of a class, and those of an Enum's members."""
+    members = kind._member_map_.values() if issubclass(kind, Enum) else ()
+    return [vars(each) for each in (kind, *members)]
 
 
 def _names(kind: type) -> set[str]:

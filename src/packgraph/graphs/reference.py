@@ -17,11 +17,13 @@ The digest is a sum of all numbers, read as integers and weighted by odd numbers
 finds every change of a single element. Gradients of parameters are digested as they arrive, and let
 go (but those of compiled code, which adds to `.grad` itself). All digests are read at once.
 
-Where digests differ three more runs measure by how much: plain, plain, replay. The first keeps the
-values of what differs, on the device if there is room, and the others are held against these as
-they arrive. If plain calls repeat themselves, and replays do, the difference is an error. If they
-do not (atomic additions), it may be four times as large as that of plain calls, and four units in
-the last place of the tensor's largest element more, since two calls may be alike by chance.
+Where digests differ more runs measure by how much: a plain call keeps the values of what differs,
+on the device if there is room, and rounds of another plain call and a replay are held against
+these as they arrive. If plain calls repeat themselves, and replays do, in every round, the
+difference is an error. If they do not (atomic additions, as in the backward of attention), it may
+be four times as large as that of plain calls, and four units in the last place of the tensor's
+largest element more, since two calls may be alike by chance. The unit is that of the coarsest type
+that the module computes in: a float32 gradient is a sum of rounded bfloat16 numbers.
 
 Not compared:
 
@@ -74,6 +76,7 @@ from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.undone import explained, undone
 
 CHUNK = 2**25  # numbers that are looked at in one piece
+_ROUNDS = 4  # of runs that measure a difference, at most
 _FACTOR = 4  # of the difference of two plain calls, where they differ
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 45
@@ -85,11 +88,14 @@ class _Facts:
     """Outcomes of one run: `digests` of all, and `values` of those in `names`.
 
     With `known` these have `gaps` instead: the largest difference from its values, and one unit in
-    the last place."""
+    the last place, no finer than `unit`."""
 
-    def __init__(self, names: Container[str] = (), known: "_Facts | None" = None) -> None:
+    def __init__(
+        self, names: Container[str] = (), known: "_Facts | None" = None, unit: float = 0.0
+    ) -> None:
         self.digests, self.values, self.gaps = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        self._names, self._known, self._beside = names, known, 0  # bytes of values on the device
+        self._names, self._known, self._unit = names, known, unit
+        self._beside = 0  # bytes of values on the device
 
     def note(self, name: str, value: Any) -> None:
         """A fact: a tensor, or text."""
@@ -98,7 +104,7 @@ class _Facts:
         if name in self._names:
             value = _flat(value) if is_tensor else value
             if self._known is not None:
-                self.gaps[name] = _gap(self._known.values.get(name), value)
+                self.gaps[name] = _gap(self._known.values.get(name), value, self._unit)
             else:
                 self.values[name] = self._kept(value) if is_tensor else value
 
@@ -161,6 +167,10 @@ class Reference:
             for name, each in self.module.named_parameters()
             if each.requires_grad
         }
+        kinds = {each.dtype for each in self.module.parameters() if each.is_floating_point()}
+        if torch.is_autocast_enabled(call.backend.device_type):
+            kinds.add(torch.get_autocast_dtype(call.backend.device_type))
+        self._unit = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         self._known: _Facts | None = None
 
     def run_plainly(
@@ -201,16 +211,27 @@ class Reference:
         differing = self._known.differing(first)
         if not anywhere(next(iter(differing), None)):
             return True
-        one = self._plain(_Facts(differing))
-        two = self._plain(_Facts(differing, one))
-        replayed = self._replayed(variant, slot, _Facts(differing, one))
-        pairs = (self._known, one), (one, two), (first, replayed)
-        repeats = not any(before.differing(after) for before, after in pairs)
-        for name in differing:
-            spread, last_place = two.gaps.get(name, (0.0, 0.0))
-            distance, _ = replayed.gaps.get(name, (inf, 0.0))
-            if repeats or distance > _FACTOR * (spread + last_place):
-                raise self._error(variant, name, distance, spread)
+        one, repeats = self._plain(_Facts(differing)), True
+        spread, distance = dict.fromkeys(differing, 0.0), dict.fromkeys(differing, 0.0)
+        place, wrong = dict.fromkeys(differing, 0.0), list[str]()
+        for _ in range(_ROUNDS):
+            two = self._plain(_Facts(differing, one, self._unit))
+            replayed = self._replayed(variant, slot, _Facts(differing, one, self._unit))
+            pairs = (self._known, one), (one, two), (first, replayed)
+            repeats = repeats and not any(before.differing(after) for before, after in pairs)
+            for name in differing:
+                gap, place[name] = two.gaps.get(name, (0.0, 0.0))
+                spread[name] = max(spread[name], gap)
+                distance[name] = max(distance[name], replayed.gaps.get(name, (inf, 0.0))[0])
+            wrong = [
+                name
+                for name in differing
+                if repeats or distance[name] > _FACTOR * (spread[name] + place[name])
+            ]
+            if not anywhere(next(iter(wrong), None)):
+                return True
+        if wrong:
+            raise self._error(variant, wrong[0], distance[wrong[0]], spread[wrong[0]])
         return True
 
     def _error(self, variant: Variant, name: str, distance: float, spread: float) -> CaptureError:
@@ -452,9 +473,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _gap(known: Any, value: Any) -> Any:
+def _gap(known: Any, value: Any, unit: float) -> Any:
     """The largest difference of two values, infinite where they cannot be compared, and one unit in
-    the last place of the largest element of the first."""
+    the last place of the largest element of the first, of a type no finer than `unit`."""
     if not isinstance(known, torch.Tensor) or not isinstance(value, torch.Tensor):
         return 0.0 if type(known) is type(value) and known == value else inf, 0.0
     if known.numel() != value.numel():
@@ -466,5 +487,5 @@ def _gap(known: Any, value: Any) -> Any:
         gaps = (one - other).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
         parts.append(torch.stack([gaps.max(), one.abs_().nan_to_num_(0.0, 0.0).max()]))
     worst = torch.stack(parts).amax(0)
-    worst[1] *= torch.finfo(known.dtype).eps if known.is_floating_point() else 0.0
+    worst[1] *= max(torch.finfo(known.dtype).eps, unit) if known.is_floating_point() else 0.0
     return worst
