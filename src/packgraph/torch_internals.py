@@ -26,6 +26,7 @@ saved_tensor_hooks: Callable[[], Any] = partial(_autograd._top_saved_tensors_def
 at_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # of the running one
 )
+current_node: Callable[[], Any] = _C._current_autograd_node  # in a hook: the node that runs
 version_of = operator.attrgetter("_version")  # counts changes in place of a tensor's memory
 
 # ---- modes
@@ -37,6 +38,34 @@ tracing_state: Callable[[], Any] = _C._get_tracing_state  # of torch.jit, None w
 
 # ---- operations
 schema_of = operator.attrgetter("_schema")
+# On every tensor of a list, by few kernels.
+add_each, copy_each, divide_each, multiply_each, negate_each, norm_each, zero_each = (
+    torch._foreach_add_,
+    torch._foreach_copy_,
+    torch._foreach_div_,
+    torch._foreach_mul_,
+    torch._foreach_neg_,
+    torch._foreach_norm,
+    torch._foreach_zero_,
+)
+
+wrapper_of: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # a tensor without memory
+
+
+# ---- memory
+def clear_cublas_workspaces() -> None:
+    """Lets cuBLAS's workspaces go, of all handles and streams."""
+    _C._cuda_clearCublasWorkspaces()
+
+
+# ---- modules
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_module_hooks(module: torch.nn.Module) -> bool:
+    """Returns whether a call of the module runs hooks of its own."""
+    return any(len(getattr(module, table)) for table in HOOKS)
+
 
 # ---- identity: Python objects of one storage or generator come and go
 identity = operator.attrgetter("_cdata")

@@ -268,7 +268,7 @@ def test_no_module_reads_private_attributes_of_other_modules_objects():
 
 # Attributes with an underscore of objects of PyTorch and Python, outside of the places that are
 # there for them. It only goes down: a name that several modules need stands in torch_internals.py.
-MOST_FOREIGN = 109
+MOST_FOREIGN = 80
 
 
 def test_private_names_of_pytorch_stand_in_one_place():
@@ -281,7 +281,8 @@ def test_private_names_of_pytorch_stand_in_one_place():
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
         and node.attr not in ("_C", "_replace", "_fields", "_asdict")
-        and ast.unparse(node.value) not in ("self", "cls", "super()")
+        # os._exit, sys._getframe and sys._current_frames are documented.
+        and ast.unparse(node.value) not in ("self", "cls", "super()", "os", "sys")
     ]
     assert MOST_FOREIGN - 5 <= len(found) <= MOST_FOREIGN, "\n".join(found)
 

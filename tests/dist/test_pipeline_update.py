@@ -400,21 +400,21 @@ BROKEN = {
 
 def train_broken(mesh, folder, settings, what, late):
     """As `train`; graphs are captured without `what`."""
-    run_plainly = Pipeline._run_plainly
+    run_plainly = Pipeline.run_plainly
 
     def broken(self, *args, is_dry_run):
         with contextlib.nullcontext() if is_dry_run else BROKEN[what][1]:
             return run_plainly(self, *args, is_dry_run=is_dry_run)
 
-    finish = Pipeline._finish
+    finish = Pipeline.finish
 
     def finish_broken(self, loss):
         with BROKEN[what][1]:
             return finish(self, loss)
 
     with (
-        mock.patch.object(Pipeline, "_run_plainly", broken),
-        mock.patch.object(Pipeline, "_finish", finish_broken),
+        mock.patch.object(Pipeline, "run_plainly", broken),
+        mock.patch.object(Pipeline, "finish", finish_broken),
     ):
         return train(mesh, folder, settings, late=late)
 

@@ -26,12 +26,13 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch._dynamo
+from torch._dynamo import config as dynamo_config
 
 from packgraph.bench.rows import FAILURES, Row, Rows, figures, why
 from packgraph.graphs.backend import Stopwatch, synchronize
 from packgraph.graphs.memory.allocator import Stretch, free_memory
 from packgraph.ops.symmetric_memory import symmetric_bytes
+from packgraph.torch_internals import clear_cublas_workspaces
 
 CUDA_DEFAULT_POOL = (0, 0)
 
@@ -85,7 +86,7 @@ def start_anew(device: torch.device) -> None:
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
     free_memory(device)
 
 
@@ -236,7 +237,7 @@ def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
 def room_for_code() -> Iterator[None]:
     """Several ways compile the same functions: within the block torch keeps as much code as that
     takes, and code that is compiled too often raises RuntimeError instead of running eagerly."""
-    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+    with dynamo_config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
 
 

@@ -137,7 +137,7 @@ class Handle:
         memory = self.memory
         if not memory.moved:
             assert self.kept is not None
-            if self.kept._version != self.version:
+            if version_of(self.kept) != self.version:
                 raise was_changed(self.size, self.group.told)
             return self._placed(self.kept)
         if (again := self.given.again()) is not None:
@@ -206,7 +206,7 @@ class SavedGroup:
         self.host: HostMemory | None = None
         self.copy_out: Copy | None = None
         self.copy_back: Copy | None = None
-        self._handles: list[weakref.ref[Handle]] = []
+        self.handles: list[weakref.ref[Handle]] = []
         self._reached: Callable[[SavedGroup], None] | None = reached
         self._wait, self._abandoned = wait, abandoned
 
@@ -247,7 +247,7 @@ class SavedGroup:
         if memory.moved and not memory.group.has_left():
             memory.watched.append((memory.handles[-1], tensor))
         if memory.group is self:
-            self._handles.append(memory.handles[-1])
+            self.handles.append(memory.handles[-1])
         return handle
 
     def in_parts(self, most: int) -> list[list[GroupMemory]]:
@@ -278,11 +278,11 @@ class SavedGroup:
         for handle in self._living():
             if id(handle.memory) in own:
                 handle.group = handle.home = part
-        part._handles = [
-            reference for reference in self._handles if (held := reference()) and held.group is part
+        part.handles = [
+            reference for reference in self.handles if (held := reference()) and held.group is part
         ]
-        self._handles = [
-            reference for reference in self._handles if (held := reference()) and held.group is self
+        self.handles = [
+            reference for reference in self.handles if (held := reference()) and held.group is self
         ]
         for memory in memories:
             memory.group = part
@@ -296,7 +296,7 @@ class SavedGroup:
         changed = {
             id(handle.memory)
             for handle in self._living()
-            if handle.kept is not None and handle.kept._version != handle.version
+            if handle.kept is not None and version_of(handle.kept) != handle.version
         }
         self.large = [
             memory
@@ -350,7 +350,7 @@ class SavedGroup:
 
     def _living(self) -> list[Handle]:
         return [
-            handle for handle in (reference() for reference in self._handles) if handle is not None
+            handle for handle in (reference() for reference in self.handles) if handle is not None
         ]
 
     @property

@@ -56,6 +56,7 @@ from packgraph.parallel.flat_buffers import (
 )
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.peer_copies import find_peers
+from packgraph.torch_internals import zero_each
 
 Result = Literal["part", "sum", "mean"]
 
@@ -163,7 +164,7 @@ class FlatParameters:
     def zero_gradients(self) -> None:
         """Zero all gradients in place, make every `.grad` a view of the buffer, and `forget`."""
         self.forget()
-        torch._foreach_zero_(
+        zero_each(
             [
                 span.gradients if span.sharded_layer is None else span.kept_gradients
                 for span in self.spans

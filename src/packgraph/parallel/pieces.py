@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather
+from packgraph.torch_internals import wrapper_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 _MARK = "packgraph_part"
@@ -124,7 +125,7 @@ class Pieces(Tensor):
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], Tensor]]
     ) -> "Pieces":
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        return wrapper_of(cls, shape, dtype=dtype)
 
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, pieces: list[tuple[tuple[int, ...], Tensor]]

@@ -35,7 +35,13 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.data import FlatParameters, accumulating_nodes
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.ranks import gather
-from packgraph.torch_internals import at_end_of_backward, backward_task
+from packgraph.torch_internals import (
+    at_end_of_backward,
+    backward_task,
+    current_node,
+    version_of,
+    zero_each,
+)
 
 Reduce = Literal["mean", "sum"]
 
@@ -196,7 +202,7 @@ class Replicas:
             for number in missing:
                 member = self._members[number]
                 member.parameter.grad = member.gradient if ranks[number] else None
-        self._versions = [span.gradients._version for span in self._flat.spans]
+        self._versions = [version_of(span.gradients) for span in self._flat.spans]
 
     def tokens_in_step(self, batches: Iterable[PackedBatch]) -> Tensor:
         """The labels that count in `batches`, the microbatches of this rank's step, and in those of
@@ -242,7 +248,7 @@ class Replicas:
             )
         run.early = early
         if run.reduces or any(member.parameter.grad is None for member in self._members):
-            self._follow(run, torch._C._current_autograd_node())  # type: ignore[attr-defined]
+            self._follow(run, current_node())
 
     def _run_of(self, task: int) -> _Backward:
         """The running backward, from its first call on."""
@@ -269,7 +275,7 @@ class Replicas:
 
     def _refuse_twice(self) -> None:
         """Sums over ranks must not be summed over ranks again."""
-        now = [span.gradients._version for span in self._flat.spans]
+        now = [version_of(span.gradients) for span in self._flat.spans]
         if (
             self._reduce == "sum"
             and now == self._versions
@@ -302,7 +308,7 @@ class Replicas:
                 run.handles.append(node.register_hook(hook))
         if homes:
             with torch.no_grad():
-                torch._foreach_zero_(homes)
+                zero_each(homes)
         # The backward within a reentrant checkpoint adds to gradients of which the walk sees none.
         hidden = any(type(node).__name__.startswith("CheckpointFunction") for node in walked)
         run.early = run.early and not hidden

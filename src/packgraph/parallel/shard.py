@@ -27,6 +27,7 @@ from packgraph.parallel.pieces import collect_over
 from packgraph.parallel.ranks import consensus_over
 from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
+from packgraph.torch_internals import divide_each, multiply_each, norm_each, zero_each
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
@@ -282,18 +283,18 @@ class Shards:
         self._attach()
         gradients = [span.own_gradients for span in self._flat.spans]
         if self._reduce == "mean":
-            torch._foreach_div_(gradients, dist.get_world_size(self._group))
-        norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+            divide_each(gradients, dist.get_world_size(self._group))
+        norms = norm_each([gradient.float() for gradient in gradients])
         total = torch.stack(list(norms)).square().sum()
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         if clip_norm is not None:
-            torch._foreach_mul_(gradients, (clip_norm / (norm + TINY)).clamp(max=1.0))
+            multiply_each(gradients, (clip_norm / (norm + TINY)).clamp(max=1.0))
         with torch.enable_grad():
             optimizer.step()
         self._flat.gather()
         self._flat.zero_gradients()
-        torch._foreach_zero_(gradients)
+        zero_each(gradients)
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:

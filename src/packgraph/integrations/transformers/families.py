@@ -19,6 +19,7 @@ from torch import nn
 
 from packgraph.integrations.transformers.experts import expert_problems
 from packgraph.integrations.transformers.mixers import is_theirs, mixer_problems, runner_of
+from packgraph.torch_internals import has_module_hooks
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     if layers != told:  # some decoders run all, others as many as their config says
         problems.append(f"it has {layers} layers, and config.num_hidden_layers = {told}; set that")
     for name, module in (("the model", causal), ("its decoder", decoder)):
-        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-        problems += [f"{name} has forward hooks, which would not run"] * hooked
+        hooked = has_module_hooks(module)
+        problems += [f"{name} has hooks, which would not run"] * hooked
         own = not is_theirs(module)
         problems += [f"{name} has a forward of its own, which would not run"] * own
     return problems
@@ -303,8 +304,7 @@ def is_plain(head: nn.Module) -> bool:
     return (
         type(head) is nn.Linear
         and head.bias is None
-        and not head._forward_hooks
-        and not head._forward_pre_hooks
+        and not has_module_hooks(head)
         and "forward" not in vars(head)
         and isinstance(head.weight, torch.Tensor)
     )

@@ -202,12 +202,12 @@ class Pipeline:
         this = weakref.proxy(self)  # which has the step: else a cycle, with all chunks in it
         made = GraphedStep(
             [chunk.module for chunk in self.chunks],
-            lambda *arguments, is_dry_run: this._run_plainly(*arguments, is_dry_run=is_dry_run),
+            lambda *arguments, is_dry_run: this.run_plainly(*arguments, is_dry_run=is_dry_run),
             self.chunks[0].capture_backend,
             self.device,
             compiled=any(chunk.compiles for chunk in self.chunks),
             copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
-            finish=lambda loss: this._finish(loss),
+            finish=lambda loss: this.finish(loss),
         )
         made.agreement = agreement
         return made
@@ -394,7 +394,7 @@ class Pipeline:
             whole.stats.fallbacks[reason] += 1
         return reason is None
 
-    def _run_plainly(
+    def run_plainly(
         self, tokens: torch.Tensor, *batches: PackedBatch, is_dry_run: bool
     ) -> torch.Tensor:
         """The rank's schedule without graphs of its own: what a graph of the whole step is captured
@@ -410,7 +410,7 @@ class Pipeline:
         finally:
             self._plain = False
 
-    def _finish(self, loss: torch.Tensor) -> torch.Tensor:
+    def finish(self, loss: torch.Tensor) -> torch.Tensor:
         """The result of a whole step on every rank, from the loss that this one has added up."""
         self.links.sum(loss)
         return loss if self._update is None else self._update.finish(loss)

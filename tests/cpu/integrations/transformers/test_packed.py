@@ -354,7 +354,7 @@ def test_what_cannot_be_packed_is_refused_with_all_reasons():
     model.config.rope_parameters["rope_type"] = "dynamic"
     model.register_forward_hook(lambda *facts: None)
     with pytest.raises(
-        ValueError, match=r"the model has forward hooks.*'dynamic'.*output_router_logits = False"
+        ValueError, match=r"the model has hooks.*'dynamic'.*output_router_logits = False"
     ):
         packed(model)
 
