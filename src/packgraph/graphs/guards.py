@@ -129,14 +129,14 @@ class Trace:
     def difference(self, owner: Any, state: Any = None) -> str:
         """The first thing that is not as it was traced, in Dynamo's words."""
         given = self.scope(owner) | {"state": state}
-        if not self.classes.hold():
-            return "a method of a class that forward uses, or the environment"
         with neutral():
             found = self._around.guard_manager.check_verbose(given)
             if found.result:
                 found = self._of_owner.guard_manager.check_verbose(given)
         if found.result and state is not None:
             found = self._of_state.guard_manager.check_verbose(given)
+        if found.result and not self.classes.hold():
+            return "a method or a number of a class that forward uses, or the environment"
         if found.result:
             return "a number that forward reads"
         return in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
@@ -157,8 +157,7 @@ class Classes:
         """code: That was traced."""
         self._code = code
         self._named = {name for each in code for name in (*each.co_names, *each.co_consts)}
-        self._kinds = dict[type, tuple[set[str], dict[str, Any]]]()
-        self._numbers = dict[type, Any]()
+        self._kinds = dict[type, tuple[set[str], bytes, dict[str, Any]]]()
         self.modules = dict[str, None]()  # sources of those that were read
         self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
         self.values = dict[str, None]()  # of numbers that may be equal and not the same
@@ -179,11 +178,9 @@ class Classes:
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
             bases = (*kind.__mro__, *type.mro(type(kind))) if entry.has_value else ()
             for base in bases:
-                if base.__flags__ & _HEAP_TYPE and kind is entry.value:
-                    self._numbers[base] = _held(base, self._named)
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
-                    methods = _methods(base)
-                    self._kinds[base] = _names(base), methods
+                    held, methods = _held(base, self._named), _methods(base)
+                    self._kinds[base] = _names(base), held, methods
                     for method in methods.values():
                         refuse_compiled_method(method, self._code)
         self._tables = [
@@ -207,14 +204,14 @@ class Classes:
             return True
         if dict(os.environ) != self._environment:
             return False
-        for kind, (names, methods) in self._kinds.items():
+        for kind, (names, numbers, methods) in self._kinds.items():
             found = _methods(kind)
-            if _names(kind) != names or any(
-                found.get(name) is not value for name, value in methods.items()
+            if (
+                _names(kind) != names
+                or _held(kind, self._named) != numbers
+                or any(found.get(name) is not value for name, value in methods.items())
             ):
                 return False
-        if any(_held(kind, self._named) != held for kind, held in self._numbers.items()):
-            return False
         self._versions = now
         return True
 
@@ -229,10 +226,15 @@ def _methods(kind: type) -> dict[str, Any]:
     }
 
 
-def _held(kind: type, names: Container[Any]) -> Any:
+def _held(kind: type, names: Container[Any]) -> bytes:
     """The numbers that a class, and members of an Enum, hold under some of these names."""
-    found = [{name: held[name] for name in held if name in names} for held in _holders(kind)]
-    return list(map(_numbers, found))
+    found = [
+        (name, _numbers(value))
+        for held in _holders(kind)
+        for name, value in held.items()
+        if name in names and isinstance(value, (*CONSTANTS, tuple))
+    ]
+    return marshal.dumps(found, 2)
 
 
 def _holders(kind: type) -> list[Any]:

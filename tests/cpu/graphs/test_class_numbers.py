@@ -28,25 +28,27 @@ def forward(x):
 
 
 @pytest.mark.parametrize(
-    ("holder", "name", "seen"),
+    ("holder", "name", "value", "seen"),
     [
-        (Settings, "scale", True),
-        (Base, "factor", True),
-        (Mode.SOFT, "scale", True),
-        (Settings, "unread", False),
+        (Settings, "scale", 2.0, True),
+        (Settings, "scale", True, True),
+        (Base, "factor", 2.0, True),
+        (Mode.SOFT, "scale", 2.0, True),
+        (Settings, "unread", 2.0, False),
     ],
 )
-def test_change_of_a_number_that_is_read_is_seen(monkeypatch, holder, name, seen):
+@pytest.mark.parametrize("read", [Settings, Settings()])
+def test_change_of_a_number_that_is_read_is_seen(monkeypatch, read, holder, name, value, seen):
     classes = Classes([forward.__code__])
     guard = SimpleNamespace(name="G['Settings']")
     classes.note(
         [
-            SimpleNamespace(orig_guard=guard, value=kind, has_value=True, guard_type="CLASS_MATCH")
-            for kind in (Settings, Mode)
+            SimpleNamespace(orig_guard=guard, value=each, has_value=True, guard_type="CLASS_MATCH")
+            for each in (read, Mode)
         ]
     )
     assert classes.hold()
-    monkeypatch.setattr(holder, name, 2.0)
+    monkeypatch.setattr(holder, name, value)
     assert classes.hold() is not seen
     monkeypatch.undo()
     assert classes.hold()
