@@ -170,7 +170,7 @@ class Reference:
         kinds = {each.dtype for each in self.module.parameters() if each.is_floating_point()}
         if torch.is_autocast_enabled(call.backend.device_type):
             kinds.add(torch.get_autocast_dtype(call.backend.device_type))
-        self._unit = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        self._unit = max([0.0, *(torch.finfo(kind).eps for kind in kinds)])
         self._known: _Facts | None = None
 
     def run_plainly(
