@@ -23,6 +23,7 @@ NVTX. They are of the host alone: a replay's range lies around the launch, never
 Without a profiler none is made.
 """
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable
@@ -49,11 +50,33 @@ class Static(Protocol):
     def tensor(self) -> torch.Tensor: ...
 
 
-class Graph(Protocol):
-    """One captured program."""
+class Graph(abc.ABC):
+    """One captured program. name: of the range that profilers show around a replay, empty = none.
 
-    def replay(self) -> None: ...
+    copy_streams: of its capture. eager_streams: of eager work, which is told of every launch.
+    """
 
+    name = ""
+
+    def __init__(self, copy_streams: CopyStreams, eager_streams: CopyStreams) -> None:
+        self._copy_streams, self._eager_streams = copy_streams, eager_streams
+        self._scope = copy_streams.scope
+
+    def replay(self) -> None:
+        """Launch the program on its static memory."""
+        if self.name and profiler._is_profiler_enabled:
+            with profiler.record_function(self.name):
+                self._launch()
+        else:
+            self._launch()
+        self._copy_streams.replayed.add(self._scope)
+        if self._eager_streams.postponed:
+            self._eager_streams.launched()
+
+    @abc.abstractmethod
+    def _launch(self) -> None: ...
+
+    @abc.abstractmethod
     def reset(self) -> None:
         """Free the program; it cannot be replayed afterwards."""
 

@@ -73,7 +73,7 @@ from packgraph.graphs.region import (
     owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.replay import ProfiledGraph, Variant, direct_replay
+from packgraph.graphs.replay import Variant, direct_replay
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.stages import Run, State
 from packgraph.torch_internals import version_of
@@ -226,10 +226,10 @@ class VariantBuild:
         versions = [version_of(leaf) for leaf in leaves]
         torch.clear_autocast_cache()
         uses = Uses(self.storages)
-        captured, (result, aliases) = self.window.capture(
+        graph, (result, aliases) = self.window.capture(
             lambda: self._run_captured(run, shown, leaves, uses)
         )
-        graph = self._profiled(run, "forward", captured)
+        graph.name = self._range(run, "forward")
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         # Other leaves are inputs, or made by the region itself: the dry run has refused the rest.
@@ -245,9 +245,8 @@ class VariantBuild:
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
-    def _profiled(self, run: Run, what: str, graph: Graph) -> ProfiledGraph:
-        words = self.program.label(run), what, f"slot {self.slot.index}", self.sizes
-        return ProfiledGraph(range_name(*words), graph)
+    def _range(self, run: Run, what: str) -> str:
+        return range_name(self.program.label(run), what, f"slot {self.slot.index}", self.sizes)
 
     def _run_captured(
         self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
@@ -484,7 +483,7 @@ class VariantBuild:
 
         # Autocast ends with the forward: its own operations know what they were cast to.
         with torch.autocast(self.slot.device.type, enabled=False):
-            captured, _ = self.window.capture(run, scratch=True)
+            graph, _ = self.window.capture(run, scratch=True)
         statics = {number: static for number, (_, static) in incoming.items()}
         # A parameter that the backward does not reach has no gradient: nothing is added to its
         # `.grad`.
@@ -493,7 +492,7 @@ class VariantBuild:
             for buffer in buffers.values()
             if local_tensor(buffer.tensor).data_ptr() in uses.addresses
         ]
-        graph = self._profiled(forward.run, "backward", captured)
+        graph.name = self._range(forward.run, "backward")
         backward = Backward(graph, statics, [], reached, [])
         self._collect(index, forward, backward, owned, returned, grad_outputs)
         ours = [

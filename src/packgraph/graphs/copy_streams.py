@@ -19,13 +19,14 @@ begins. Host memory that captured copies use belongs to the pool of the slot, an
 it.
 """
 
+import abc
 import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,58 +93,110 @@ class TimedCopy(NamedTuple):
     ended: Any
 
 
-class CopyStreams(Protocol):
-    """The copy streams of a device, or of one window. scope: number of the window's capture, 0 for
-    eager work. replayed: the numbers of those captures that have been replayed. timed: where a
-    list, copies are timed into it (on a device). trial: whether the window's graphs are thrown
-    away, so that nobody will ask for times of their replays. memories: what `host` is cut from."""
+class CopyStreams(abc.ABC):
+    """The copy streams of a device, or of one window.
 
-    scope: int
-    replayed: set[int]
-    timed: list[TimedCopy] | None
-    trial: bool
-    memories: "HostMemories"
+    Attributes:
+        scope: Number of the window's capture, 0 for eager work.
+        replayed: The numbers of those captures that have been replayed.
+        timed: Where a list, copies are timed into it (on a device).
+        trial: Whether the window's graphs are thrown away, so that nobody will ask for times of
+            their replays.
+        memories: What `host` is cut from.
+        postponed: What waits for the next launch of a graph.
+    """
+
+    def __init__(self, memories: "HostMemories") -> None:
+        self.memories, self._free = memories, FreeHost(memories)
+        self._under_way: list[Copy] = []
+        self.postponed = deque[Callable[[], None]]()
+        self.scope, self.replayed, self.trial = 0, set[int](), False
+        self.timed: list[TimedCopy] | None = None
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""
+        return self._free.take(nbytes)
 
     def give_back(self, host: HostMemory) -> None:
         """Others may use this host memory now: their copies wait for its last one."""
+        self._free.give_back(host)
 
     def point(self) -> Any:
-        """Marks the work that main has launched so far, for `out`."""
+        """Marks the work that main has launched so far, for `out`; None where that is done."""
+        return None
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """Queue a copy of `sources` (uint8 [n] each) to the host, one behind the other. since: a
         `point`, None = now."""
+        return self._queued("out", sources, host, list(sources), since)
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """Queue the reload of what `out` has copied into tensors of the same sizes, allocated on
         main."""
+        return self._queued("back", targets, host, [], None)
+
+    def _queued(
+        self,
+        copy_stream: str,
+        tensors: Sequence[torch.Tensor],
+        host: HostMemory,
+        held: list[torch.Tensor],
+        since: Any,
+    ) -> Copy:
+        native = self._queue(copy_stream, *placed(host, tensors), host.last, since)
+        host.last = Copy(copy_stream, self.scope, held, native)
+        self._under_way.append(host.last)
+        return host.last
+
+    @abc.abstractmethod
+    def _queue(
+        self,
+        copy_stream: str,
+        pieces: list[torch.Tensor],
+        places: list[torch.Tensor],
+        before: Copy | None,
+        since: Any,
+    ) -> Any:
+        """Queues a copy between `pieces` of tensors and their places in host memory, whose last
+        copy is `before`; returns what `_wait` needs."""
 
     def wait(self, copy: Copy) -> None:
         """Main goes on when `copy` is done; its sources are given back."""
+        self._wait(copy)
+        copy.finish()
+        self._under_way = [other for other in self._under_way if other is not copy]
+
+    @abc.abstractmethod
+    def _wait(self, copy: Copy) -> None:
+        """Has main wait for `copy`, if that is needed."""
 
     def join(self) -> None:
         """Main waits for all copies."""
-
-    postponed: deque[Callable[[], None]]
+        self.launched()
+        for copy in list(self._under_way):
+            self.wait(copy)
 
     def postpone(self, launch: Callable[[], None]) -> None:
         """Call `launch` once the next graph was launched, or at `launched`."""
+        self.postponed.append(launch)
 
     def launched(self) -> None:
         """A graph was launched: run what was postponed."""
+        while self.postponed:
+            self.postponed.popleft()()
 
+    @abc.abstractmethod
     def clock(self) -> Any:
         """The time at which main gets here, for `elapsed_us`; of a capture, in its last replay."""
 
+    @abc.abstractmethod
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Microseconds between two times; waits for the device."""
 
     def memory(self) -> DeviceMemory | None:
         """A look at the device's allocator, whose peak statistics begin anew by it; None where
         nobody counts."""
+        return None
 
 
 _CAPTURED: ContextVar[CopyStreams | None] = ContextVar("packgraph_captured_lanes", default=None)

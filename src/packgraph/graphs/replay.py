@@ -36,7 +36,6 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
@@ -166,26 +165,6 @@ def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
         elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
             return False
     return True
-
-
-@dataclass(frozen=True)
-class ProfiledGraph:
-    """A captured graph whose replays are ranges called `name` while a profiler runs."""
-
-    name: str
-    graph: Graph
-
-    def replay(self) -> None:
-        """Replay the graph."""
-        if not profiler._is_profiler_enabled:
-            self.graph.replay()
-            return
-        with profiler.record_function(self.name):
-            self.graph.replay()
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self.graph.reset()
 
 
 def stage_inputs(

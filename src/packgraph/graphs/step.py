@@ -52,7 +52,6 @@ from packgraph.graphs.guards import Guards, refuse_host_memory
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters, has_hooks
 from packgraph.graphs.program import hide_lengths, reading, reading_calls
-from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.undone import explained, undone
 
@@ -365,8 +364,8 @@ class GraphedStep:
                 graph, result = window.capture(lambda: self._all(shown).detach())
                 static = window.static(result)
                 del result
-            name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
-            return StepVariant(ProfiledGraph(name, graph), inputs, static, owned, read)
+            graph.name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
+            return StepVariant(graph, inputs, static, owned, read)
 
     def _buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
         if parameter.grad is None and isinstance(parameter, DTensor):

@@ -349,7 +349,7 @@ def test_nothing_is_kept_of_passes_that_no_step_ends():
         counts.append(
             (
                 len(runtime._waits.all),
-                sum(len(copy.held) for copy in runtime.copy_streams._under_way.values()),
+                sum(len(copy.held) for copy in runtime.copy_streams._under_way),
             )
         )
     assert counts[-1][0] == counts[2 * LOOKS][0], "clocks"

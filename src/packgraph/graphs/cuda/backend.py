@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 import torch.cuda.graphs
 
-from packgraph.graphs.backend import Result
+from packgraph.graphs.backend import Graph, Result
 from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
@@ -104,27 +104,20 @@ class CudaStatic:
         self.tensor = with_bits(empty, tensor.is_conj(), tensor.is_neg())
 
 
-class CudaGraph:
+class CudaGraph(Graph):
     """One captured graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, window: "CudaWindow") -> None:
+        super().__init__(window.copy_streams, window.backend.copy_streams)
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.pool, self.host = (
-            pool,
-            window.pool.host,
-        )  # host memory that the graph knows by its address only
-        self.copy_streams = window.copy_streams  # and clocks
-        self.scope = self.copy_streams.scope
-        self.eager_streams = window.backend.copy_streams
+        # Host memory that the graph knows by its address only, as it does clocks of copy streams.
+        self.pool, self.host = pool, window.pool.host
 
-    def replay(self) -> None:
+    def _launch(self) -> None:
         """Launch the graph on the current stream."""
         if self.graph is None:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
-        self.copy_streams.replayed.add(self.scope)
-        if self.eager_streams.postponed:
-            self.eager_streams.launched()
 
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""

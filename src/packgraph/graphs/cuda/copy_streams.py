@@ -10,20 +10,16 @@ private pools, and elsewhere it gives memory back at times that nobody can plan.
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from packgraph.graphs.copy_streams import (
     Copy,
+    CopyStreams,
     DeviceMemory,
-    FreeHost,
     HostMemories,
-    HostMemory,
     TimedCopy,
-    placed,
 )
 from packgraph.graphs.memory.allocator import look
 from packgraph.torch_internals import below_modes
@@ -60,7 +56,7 @@ def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Str
     return list(found.values())
 
 
-class CudaCopyStreams:
+class CudaCopyStreams(CopyStreams):
     """The copy streams of eager work, or, with `memories` of a slot, of the captures of one
     window."""
 
@@ -71,28 +67,14 @@ class CudaCopyStreams:
         back: torch.cuda.Stream,
         memories: HostMemories | None = None,
     ) -> None:
+        super().__init__(memories or HostMemories(pinned))
         self.device, self._streams = device, {"out": out, "back": back}
-        self.memories = memories or HostMemories(pinned)
-        self._free = FreeHost(self.memories)
-        self._under_way: list[Copy] = []
-        self.postponed: deque[Callable[[], None]] = deque()
         self._clocks: list[torch.cuda.Event] = []  # that graphs know by their handles only
-        self.scope, self.replayed = 0, set[int]()
-        self.timed: list[TimedCopy] | None = None
-        self.trial = False
 
     def next_capture(self) -> None:
         """Another capture of the window begins: copies of those before are done when it runs."""
         self.scope += 1
         self._under_way = []
-
-    def host(self, nbytes: int) -> HostMemory:
-        """See CopyStreams."""
-        return self._free.take(nbytes)
-
-    def give_back(self, host: HostMemory) -> None:
-        """See CopyStreams."""
-        self._free.give_back(host)
 
     def point(self) -> torch.cuda.Event:
         """See CopyStreams."""
@@ -100,29 +82,19 @@ class CudaCopyStreams:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See CopyStreams."""
-        pieces, places = placed(host, sources)
-        return self._queue("out", places, pieces, host, since, list(sources))
-
-    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See CopyStreams."""
-        pieces, places = placed(host, targets)
-        return self._queue("back", pieces, places, host, None, [])
-
     def _queue(
         self,
         copy_stream: str,
-        targets: list[torch.Tensor],
-        sources: list[torch.Tensor],
-        host: HostMemory,
+        pieces: list[torch.Tensor],
+        places: list[torch.Tensor],
+        before: Copy | None,
         since: Any,
-        held: list[torch.Tensor],
-    ) -> Copy:
+    ) -> torch.cuda.Event:
         stream = self._streams[copy_stream]
+        targets, sources = (places, pieces) if copy_stream == "out" else (pieces, places)
         stream.wait_event(since or self.point())
-        if host.last is not None and host.last.scope == self.scope:
-            stream.wait_event(host.last.native)
+        if before is not None and before.scope == self.scope:
+            stream.wait_event(before.native)
         began = None if self.timed is None else self._clock(stream)
         with below_modes(), torch.no_grad(), torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
@@ -134,31 +106,11 @@ class CudaCopyStreams:
             )
         event = torch.cuda.Event()
         event.record(stream)
-        host.last = Copy(copy_stream, self.scope, held, event)
-        self._under_way.append(host.last)
-        return host.last
+        return event
 
-    def wait(self, copy: Copy) -> None:
-        """See CopyStreams."""
+    def _wait(self, copy: Copy) -> None:
         if not copy.done and copy.scope == self.scope:
             torch.cuda.current_stream(self.device).wait_event(copy.native)
-        copy.finish()
-        self._under_way = [other for other in self._under_way if other is not copy]
-
-    def join(self) -> None:
-        """See CopyStreams."""
-        self.launched()
-        for copy in list(self._under_way):
-            self.wait(copy)
-
-    def postpone(self, launch: Callable[[], None]) -> None:
-        """See CopyStreams."""
-        self.postponed.append(launch)
-
-    def launched(self) -> None:
-        """See CopyStreams."""
-        while self.postponed:
-            self.postponed.popleft()()
 
     def clock(self) -> torch.cuda.Event:
         """See CopyStreams."""

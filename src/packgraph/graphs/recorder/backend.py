@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packgraph.graphs.backend import Result
+from packgraph.graphs.backend import Graph, Result
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
@@ -288,19 +288,17 @@ class _Static:
         return self._tensor
 
 
-class RecorderGraph:
+class RecorderGraph(Graph):
     """A recorded program, bound to static memory when its window closes."""
 
     def __init__(
         self,
         nodes: list[_Node],
-        copy_streams: "RecordedCopyStreams",
+        copy_streams: RecordedCopyStreams,
         eager_streams: EmulatedCopyStreams,
     ) -> None:
-        """copy_streams: of its capture. eager_streams: of eager work, told of every launch."""
-        self.nodes = nodes
-        self._copy_streams, self._scope = copy_streams, copy_streams.scope
-        self._eager_streams = eager_streams
+        super().__init__(copy_streams, eager_streams)
+        self.nodes, self._queues = nodes, eager_streams.queues
         self.program: list[tuple[Any, Any, Any, list[Any], list[str], bool]] | None = None
 
     def bind(self, window: "RecorderWindow") -> None:
@@ -316,19 +314,15 @@ class RecorderGraph:
         self.program, self.nodes = program, []
 
     @torch.no_grad()
-    def replay(self) -> None:
-        """Run the program on its static memory."""
+    def _launch(self) -> None:
         if self.program is None:
             raise RuntimeError("this graph was reset or its capture has not finished")
         with torch.autocast("cpu", enabled=False):
-            self._replay(self.program)
-        self._copy_streams.replayed.add(self._scope)
-        if self._eager_streams.postponed:
-            self._eager_streams.launched()
+            self._run(self.program)
 
-    def _replay(self, program: list[Any]) -> None:
+    def _run(self, program: list[Any]) -> None:
         pending: dict[int, Any] = {}
-        late = TRANSFERS in self._eager_streams.queues.late
+        late = TRANSFERS in self._queues.late
         for function, args, kwargs, outputs, kinds, grad_mode in program:
             if args is None:
                 _host_step(function, pending)

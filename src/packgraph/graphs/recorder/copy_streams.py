@@ -7,9 +7,9 @@ it. A wait that is missing is then a wrong number: a late copy out reads memory 
 reused, a late reload leaves NaN where main reads, an early reload reads host memory that nobody has
 written.
 
-    eager work      EmulatedLanes   queues as the program goes
-    recorder        RecordedLanes   puts `queue` and `wait` into the recorded program; every replay
-                                    has queues
+    eager work      EmulatedCopyStreams   queues as the program goes
+    recorder        RecordedCopyStreams   puts `queue` and `wait` into the recorded program; every
+                                          replay has queues
 
 What was reloaded is overwritten with NaN on the host, and targets of a reload when it is queued:
 nobody may count on either.
@@ -25,12 +25,8 @@ import torch
 
 from packgraph.graphs.copy_streams import (
     Copy,
-    DeviceMemory,
-    FreeHost,
+    CopyStreams,
     HostMemories,
-    HostMemory,
-    TimedCopy,
-    placed,
 )
 from packgraph.torch_internals import below_modes
 
@@ -70,11 +66,6 @@ class Queues:
                     self._run(queue)
                 self._run(queue)
 
-    def drop(self) -> None:
-        """Forget what has not run."""
-        for queue in self._queues.values():
-            queue.clear()
-
     def _run(self, queue: deque[tuple[int, int | None, Callable[[], None]]]) -> None:
         _, after, run = queue.popleft()
         if after is not None:
@@ -97,6 +88,13 @@ def copy_back(targets: Sequence[torch.Tensor | None], places: Sequence[torch.Ten
         place.fill_(POISON)
 
 
+def _move(
+    copy_stream: str, tensors: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]
+) -> None:
+    copy = copy_out if copy_stream == "out" else copy_back
+    copy(tensors, places)
+
+
 class _Weak:
     """A tensor of bytes that does not keep its memory."""
 
@@ -112,77 +110,33 @@ class _Weak:
         return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._count,), (1,))
 
 
-class EmulatedCopyStreams:
+class EmulatedCopyStreams(CopyStreams):
     """The copy streams of eager work on the CPU. late: copy streams whose copies run as late as
-    they may, of `out` and `back`; `transfers` says the same of gathers and reductions."""
+    they may, of `out` and `back`; `transfers` says the same of gathers and reductions. memories:
+    None = of its own."""
 
-    def __init__(self, late: Collection[str] = ()) -> None:
-        self.queues = Queues(late)
-        self.memories = HostMemories(plain)
-        self._free = FreeHost(self.memories)
-        self._under_way: dict[int, Copy] = {}
-        self.postponed: deque[Callable[[], None]] = deque()
-        self._count, self.scope, self.replayed = 0, 0, set[int]()
-        self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
-        self.trial = False
-
-    def host(self, nbytes: int) -> HostMemory:
-        """See CopyStreams."""
-        return self._free.take(nbytes)
-
-    def give_back(self, host: HostMemory) -> None:
-        """See CopyStreams."""
-        self._free.give_back(host)
-
-    def point(self) -> None:
-        """See CopyStreams. Main has done what it has launched."""
-
-    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See CopyStreams."""
-        pieces, places = placed(host, sources)
-        weak = [_Weak(piece) for piece in pieces]
-        return self._queue(
-            "out", host, list(sources), lambda: copy_out([w.tensor() for w in weak], places)
-        )
-
-    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See CopyStreams."""
-        _unseen(lambda: [target.fill_(POISON) for target in targets])()
-        pieces, places = placed(host, targets)
-        weak = [_Weak(piece) for piece in pieces]
-        return self._queue("back", host, [], lambda: copy_back([w.tensor() for w in weak], places))
+    def __init__(self, late: Collection[str] = (), memories: HostMemories | None = None) -> None:
+        super().__init__(memories or HostMemories(plain))
+        self.queues, self._count = Queues(late), 0
 
     def _queue(
-        self, copy_stream: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]
-    ) -> Copy:
+        self,
+        copy_stream: str,
+        pieces: list[torch.Tensor],
+        places: list[torch.Tensor],
+        before: Copy | None,
+        since: Any,
+    ) -> int:
+        weak = [_Weak(piece) for piece in pieces]
+        if copy_stream == "back":
+            _unseen(lambda: [piece.fill_(POISON) for piece in pieces])()
         self._count += 1
-        after, host.last = host.last, Copy(copy_stream, self.scope, held, self._count)
-        self._under_way[self._count] = host.last
-        self.queues.add(
-            copy_stream, self._count, None if after is None else after.native, _unseen(run)
-        )
-        return host.last
+        run = _unseen(lambda: _move(copy_stream, [each.tensor() for each in weak], places))
+        self.queues.add(copy_stream, self._count, None if before is None else before.native, run)
+        return self._count
 
-    def wait(self, copy: Copy) -> None:
-        """See CopyStreams."""
+    def _wait(self, copy: Copy) -> None:
         self.queues.finish(copy.native)
-        copy.finish()
-        self._under_way.pop(copy.native, None)
-
-    def join(self) -> None:
-        """See CopyStreams."""
-        self.launched()
-        for copy in list(self._under_way.values()):
-            self.wait(copy)
-
-    def postpone(self, launch: Callable[[], None]) -> None:
-        """See CopyStreams."""
-        self.postponed.append(launch)
-
-    def launched(self) -> None:
-        """See CopyStreams."""
-        while self.postponed:
-            self.postponed.popleft()()
 
     def clock(self) -> Any:
         """See CopyStreams."""
@@ -191,10 +145,6 @@ class EmulatedCopyStreams:
     def elapsed_us(self, start: Any, end: Any) -> float:
         """See CopyStreams."""
         return 1e6 * (end[0] - start[0])
-
-    def memory(self) -> DeviceMemory | None:
-        """See CopyStreams."""
-        return None
 
 
 def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
@@ -223,48 +173,27 @@ class RecordedCopyStreams(EmulatedCopyStreams):
     """
 
     def __init__(self, window: Recorder, memories: HostMemories, late: Collection[str]) -> None:
-        super().__init__()
-        self.memories, self._free = memories, FreeHost(memories)
-        self._window, self._replays = (
-            weakref.proxy(window),
-            Queues(late),
-        )  # the window has its copy streams
+        super().__init__(memories=memories)
+        self._window, self._replays = weakref.proxy(window), Queues(late)  # the window has these
 
-    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See CopyStreams."""
-        before, copy, (pieces, places) = (
-            host.last,
-            super().out(sources, host),
-            placed(host, sources),
-        )
-        self._note(copy, before, pieces, lambda given: copy_out(given, places))
-        return copy
-
-    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See CopyStreams."""
-        before, copy, (pieces, places) = (
-            host.last,
-            super().back(host, targets),
-            placed(host, targets),
-        )
-        self._note(copy, before, pieces, lambda given: copy_back(given, places))
-        return copy
-
-    def _note(
+    def _queue(
         self,
-        copy: Copy,
+        copy_stream: str,
+        pieces: list[torch.Tensor],
+        places: list[torch.Tensor],
         before: Copy | None,
-        tensors: Sequence[torch.Tensor],
-        run: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
+        since: Any,
+    ) -> int:
+        number = super()._queue(copy_stream, pieces, places, before, since)
         after = None if before is None or before.scope != self.scope else before.native
 
         def queue(*given: torch.Tensor) -> None:
-            for target in given if copy.copy_stream == "back" else ():
+            for target in given if copy_stream == "back" else ():
                 target.fill_(POISON)
-            self._replays.add(copy.copy_stream, copy.native, after, lambda: run(given))
+            self._replays.add(copy_stream, number, after, lambda: _move(copy_stream, given, places))
 
-        self._window.note(queue, tensors)
+        self._window.note(queue, pieces)
+        return number
 
     def clock(self) -> Any:
         """See CopyStreams."""
@@ -276,10 +205,8 @@ class RecordedCopyStreams(EmulatedCopyStreams):
         self._window.note(read, [])
         return clock
 
-    def wait(self, copy: Copy) -> None:
-        """See CopyStreams."""
-        if (
-            not copy.done and copy.scope == self.scope
-        ):  # those of earlier captures were joined there
+    def _wait(self, copy: Copy) -> None:
+        # Those of earlier captures were joined there.
+        if not copy.done and copy.scope == self.scope:
             self._window.note(lambda: self._replays.finish(copy.native), [])
-        super().wait(copy)
+        super()._wait(copy)

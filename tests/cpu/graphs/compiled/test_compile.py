@@ -130,7 +130,7 @@ def test_graphs_hold_compiled_code_and_nothing_else():
     (region,) = variant.regions.values()
     forward = [node[0] for node in region.forward.graph.program]
     assert all(isinstance(function, CompiledCode) for function in forward) and len(forward) == 4
-    backward = [node[0] for node in region.backward.graph.graph.program]
+    backward = [node[0] for node in region.backward.graph.program]
     assert sum(isinstance(function, CompiledCode) for function in backward) == 4
     others = {str(function) for function in backward if not isinstance(function, CompiledCode)}
     sums = {"aten.add_.Tensor", "aten.add.Tensor", "aten._foreach_add_.List", "aten.copy_.default"}

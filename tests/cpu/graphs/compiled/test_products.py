@@ -101,7 +101,7 @@ def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
     (region,) = variant.regions.values()
     names = [
         str(node[0])
-        for node in region.backward.graph.graph.program
+        for node in region.backward.graph.program
         if not isinstance(node[0], CompiledCode)
     ]
     assert names == ["aten._foreach_add_.List"], "that of the one bias"
