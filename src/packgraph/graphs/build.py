@@ -402,7 +402,7 @@ class VariantBuild:
             list(counted.values()),
             generators,
             compiled=self.program.compiles,
-            asks_later=self.dry_run.recomputes or runs_python(forward.outputs),
+            asks_later=self.dry_run.guards.recomputes or runs_python(forward.outputs),
         )
 
     def _changing(self, written: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import Consensus, JointCaptures
+from packgraph.graphs.agreement import JointCaptures
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import Signature
@@ -78,40 +78,17 @@ class GraphCache:
     def __init__(self, stats: Stats, device: torch.device) -> None:
         self.joint = JointCaptures()
         self._stats, self._device = stats, device
-        self.failed: set[Hashable] = set()
-        self._retries = _Retries()
-        self.waiting = self._retries.waiting
-
-    @property
-    def consensus(self) -> Consensus:
-        """Communication with other ranks, which `agree` asks after every capture they make, too."""
-        return self.joint.consensus
-
-    @consensus.setter
-    def consensus(self, consensus: Consensus) -> None:
-        self.joint = JointCaptures(consensus)
-
-    @property
-    def failures(self) -> int:
-        """Number of keys that could not be captured."""
-        return len(self.failed)
-
-    def has_failed(self, key: Hashable) -> bool:
-        """Returns whether a capture of `key` has failed, other than for want of memory."""
-        return key in self.failed
-
-    def is_hopeless(self, key: Hashable) -> bool:
-        """Returns whether a capture of `key` has failed too often in one way to be tried again."""
-        return self._retries.is_hopeless(key)
+        self.failed, self.waiting = set[Hashable](), dict[Hashable, int]()
+        self._failures = Counter[tuple[Hashable, str]]()  # by key and words
+        self._tries = Counter[Hashable]()  # that found no memory
 
     def must_wait(self, key: Hashable) -> bool:
         """Returns whether it is too early to capture `key` again, which found no memory; asked once
         per call."""
-        return self._retries.must_wait(key)
-
-    def fail(self, key: Hashable) -> None:
-        """Notes that a capture of `key` failed."""
-        self.failed.add(key)
+        left = self.waiting.pop(key, 0)
+        if left > 1:
+            self.waiting[key] = left - 1
+        return left > 0
 
     def give_up(self, key: Hashable, error: CaptureError) -> tuple[str, bool]:
         """Notes that a capture of `key` failed with `error`: for good, or until there is more
@@ -122,14 +99,18 @@ class GraphCache:
         Returns:
             The reason to run such calls eagerly, and whether it is news to the user.
         """
-        if self.joint.is_alone and is_out_of_memory(error.__cause__) and self._retries.wait(key):
-            return fallback.NO_MEMORY, True
+        if self.joint.is_alone and is_out_of_memory(error.__cause__):
+            self._tries[key] += 1
+            if self._tries[key] <= len(CALLS_BETWEEN):
+                self.waiting[key] = CALLS_BETWEEN[self._tries[key] - 1]
+                return fallback.NO_MEMORY, True
         self.failed.add(key)
-        return fallback.CAPTURE_FAILED, self._retries.is_news(key, error)
+        self._failures[key, str(error)] += 1
+        return fallback.CAPTURE_FAILED, self._failures[key, str(error)] == 1
 
     def forgive(self) -> None:
         """Lets failed keys be captured again, except for those that always fail in one way."""
-        self.failed = set(filter(self._retries.is_hopeless, self.failed))
+        self.failed &= {key for (key, _), tries in self._failures.items() if tries >= MAX_TRIES}
 
     def capture(
         self, call: Signature, slot: Slot, capture: Callable[[], AnyCaptured]
@@ -140,7 +121,7 @@ class GraphCache:
             CaptureError: As `capture` does.
         """
         started = time.perf_counter()
-        if self._retries.found_no_memory(call.key):
+        if call.key in self._tries:
             free_memory(self._device)
         self._stats.dropped(_LARGER, slot.make_room(call.size))
         made = capture()
@@ -171,7 +152,7 @@ class GraphCache:
             Why the capture failed on any rank, or None; the graphs are freed and the key has failed
             then.
         """
-        failed = self.consensus(what, error)
+        failed = self.joint.consensus(what, error)
         if failed is not None:
             self.failed.add(key)
             if key in slot.variants:  # it is another rank that failed
@@ -180,39 +161,3 @@ class GraphCache:
 
 
 _LARGER = "a larger variant took the slot"
-
-
-class _Retries:
-    """Counts of failed captures, and of the calls to wait before the next try."""
-
-    def __init__(self) -> None:
-        self._failures: Counter[tuple[Hashable, str]] = Counter()
-        self._tries: dict[Hashable, int] = {}
-        self.waiting: dict[Hashable, int] = {}
-
-    def is_news(self, key: Hashable, error: Exception) -> bool:
-        """Notes that a capture failed; whether it did so for the first time with these words."""
-        self._failures[key, str(error)] += 1
-        return self._failures[key, str(error)] == 1
-
-    def is_hopeless(self, key: Hashable) -> bool:
-        return any(
-            known == key and tries >= MAX_TRIES for (known, _), tries in self._failures.items()
-        )
-
-    def wait(self, key: Hashable) -> bool:
-        """Notes that a capture found no memory; whether it may be tried again."""
-        tries = self._tries[key] = self._tries.get(key, 0) + 1
-        if tries > len(CALLS_BETWEEN):
-            return False
-        self.waiting[key] = CALLS_BETWEEN[tries - 1]
-        return True
-
-    def found_no_memory(self, key: Hashable) -> bool:
-        return key in self._tries
-
-    def must_wait(self, key: Hashable) -> bool:
-        left = self.waiting.pop(key, 0)
-        if left > 1:
-            self.waiting[key] = left - 1
-        return left > 0

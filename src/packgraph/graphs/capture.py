@@ -48,7 +48,11 @@ class Capturer:
         program: The module's stages as they are now, in its present mode.
         cache: The graphs, and the keys whose capture failed.
         lends: Whether outputs and gradients of inputs are handed out as static memory.
-        training: Whether the present mode is training mode.
+        training: Whether the module is in training mode: each mode has graphs of its own.
+            Submodules may be in another mode.
+        dry_runs: By key, of the calls that were captured.
+        compiled: Keys of calls whose stages are compiled. Without them compiled code is tried out
+            once more before the next capture.
     """
 
     def __init__(
@@ -85,47 +89,21 @@ class Capturer:
         self._gradients, self._stats, self._notices = gradients, stats, notices
         self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
-        self.training = True
-        self._looked = False
-        self._dry_runs: dict[Hashable, DryRun] = {}
-        self._compiled: set[Hashable] = set()
+        self.training, self._looked = True, False
+        self.dry_runs: dict[Hashable, DryRun] = {}
+        self.compiled: set[Hashable] = set()
         # By key: the version that was compared, and where its outputs come from.
         self._compared: dict[Hashable, tuple[int, Ends]] = {}
         self._told_apart = set[str]()
         self._tables: list[Any] = []
         self._failed_at: list[int] = []
 
-    def turn(self, training: bool) -> None:
-        """The module is in training mode, or in evaluation mode, from here on: each has graphs of
-        its own. Submodules may be in another mode than the module itself."""
-        self.training = training
-
-    def knows(self, key: Hashable) -> bool:
-        """Returns whether calls of `key` were captured."""
-        return key in self._dry_runs
-
-    @property
-    def is_full(self) -> bool:
-        """Returns whether no further key is captured."""
-        return len(self._dry_runs) >= MAX_KEYS
-
-    def failed(self, key: Hashable) -> bool:
+    def has_failed(self, key: Hashable) -> bool:
         """Returns whether calls of `key` run eagerly because a capture failed, and nothing has
         changed that might help."""
         if self.cache.failed and self.cache.joint.is_alone and self._failed_at != self._versions():
             self.cache.forgive()
-        return self.cache.has_failed(key)
-
-    def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether nothing has changed that graphs of `key` have baked, for a call."""
-        seen = self._dry_runs.get(key)
-        return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
-
-    def takes(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether graphs of `key` are for such arguments, where the module has not changed
-        since `holds`."""
-        seen = self._dry_runs.get(key)
-        return seen is not None and seen.guards is not None and seen.guards.take(args, kwargs)
+        return key in self.cache.failed
 
     def check_state(
         self,
@@ -149,14 +127,22 @@ class Capturer:
             The reason to run eagerly, if there is one.
         """
         change = self._change(key, args, kwargs)
-        if self._looked and change is None and key in self._dry_runs:
+        if self._looked and change is None and key in self.dry_runs:
             return None
         if not are_leaves(self._module):
             return fallback.NOT_LEAVES
         if change is not None:
             if not self._may_start_again(change, what):
                 return fallback.APART
-            self._start_again(change)
+            self._refuse_another_device()
+            if any(slot.variants for slot in self._slots.all):
+                again = f"{change} after the graphs were captured"
+                error = CaptureError(again, user_line(), change.remedy)
+                if self._notices.strict:
+                    raise error
+                warn(f"capturing again: {error}")
+            self.cache.forgive()
+            self.start_over(_MODULE_CHANGED)
         self.program, self._looked = self.program.rebuilt(), True
         return None
 
@@ -165,7 +151,7 @@ class Capturer:
         has changed on one of them, all drop their graphs."""
         change = self._change()
         error = None if change is None else CaptureError(change.what, user_line(), change.remedy)
-        if self.cache.consensus(type(self._module).__name__, error) is not None:
+        if self.cache.joint.consensus(type(self._module).__name__, error) is not None:
             self._refuse_another_device()
             self.cache.forgive()
             self.start_over(_MODULE_CHANGED)
@@ -179,11 +165,9 @@ class Capturer:
     ) -> Change | None:
         """What has changed about the module since it was captured. Of a key that is new nothing is
         known but what holds for all: other code may run in its mode."""
-        known = self._dry_runs.get(key)
-        if known is not None:
-            assert known.guards is not None
-            return known.guards.changed(args, kwargs)
-        changes = (seen.guards.memory_changed() for seen in self._dry_runs.values() if seen.guards)
+        if key in self.dry_runs:
+            return self.dry_runs[key].guards.changed(args, kwargs)
+        changes = (seen.guards.memory_changed() for seen in self.dry_runs.values())
         return next((change for change in changes if change is not None), None)
 
     def _may_start_again(self, change: Change, what: str | None) -> bool:
@@ -220,12 +204,6 @@ class Capturer:
         if failed is not None:
             self._tell_apart(failed.what)
         return failed is None
-
-    def is_captured(self, call: Signature, slot: Slot) -> bool:
-        """Returns whether the slot has graphs for this key, with a backward for all that is known
-        of its gradients."""
-        variant = slot.variants.get(call.key)
-        return variant is not None and variant.is_current
 
     def captured(
         self,
@@ -316,7 +294,7 @@ class Capturer:
             if what is None:
                 return differs is not None
             error = None if differs is None else CaptureError(differs, user_line(), LEAVE_OUT)
-            return self.cache.consensus(what, error) is not None
+            return self.cache.joint.consensus(what, error) is not None
 
         try:
             is_compared = reference.is_met_by(variant, slot, anywhere)
@@ -328,29 +306,21 @@ class Capturer:
             self._stats.compared += 1
             self._compared[call.key] = variant.version, variant.ends
 
-    def is_compiled(self, key: Hashable) -> bool:
-        """Returns whether the stages of calls like this are compiled."""
-        return key in self._compiled
-
     def compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiles what a key needs, unless that was done.
 
         Raises:
             CaptureError: It cannot be compiled.
         """
-        if self.program.compiles and call.key not in self._compiled:
+        if self.program.compiles and call.key not in self.compiled:
             gradients = self._gradients.of(call.key)
             compile_ahead(CapturedCall(self.program, self._backend, gradients, args, kwargs))
-            self._compiled.add(call.key)
-
-    def forget_code(self) -> None:
-        """Tries out compiled code once more before the next capture."""
-        self._compiled.clear()
+            self.compiled.add(call.key)
 
     def forget_all(self) -> int:
         """Frees the graphs of all slots, and the tensors kept for them; how many captures there
         were."""
-        self._dry_runs.clear()
+        self.dry_runs.clear()
         self._compared.clear()
         return self._slots.clear()
 
@@ -373,30 +343,16 @@ class Capturer:
             if reference is not None:  # in between: a capture has room for itself alone
                 reference.run_plainly(seen.written, seen.read, seen.draws)
             variant = capture_variant(about, slot, self._buffers, self._calls, self.lends, seen)
-            self._dry_runs[call.key] = seen
+            self.dry_runs[call.key] = seen
         return variant
-
-    def _start_again(self, change: Change) -> None:
-        self._refuse_another_device()
-        if any(slot.variants for slot in self._slots.all):
-            error = CaptureError(
-                f"{change} after the graphs were captured", user_line(), change.remedy
-            )
-            if self._notices.strict:
-                raise error
-            warn(f"capturing again: {error}")
-        self.cache.forgive()
-        self.start_over(_MODULE_CHANGED)
 
     def start_over(self, reason: str) -> None:
         """Frees all graphs, counted under `reason`, and forgets what they hold for."""
         self._looked = False
-        self._stats.dropped(reason, self._slots.clear())
+        self._stats.dropped(reason, self.forget_all())
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
-        self._dry_runs.clear()
-        self._compared.clear()
-        self._compiled.clear()
+        self.compiled.clear()
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self._module.parameters(), *self._module.buffers()]), None)
@@ -422,7 +378,6 @@ def capture_variant(
     graphs are thrown away. Raises CaptureError; nothing has changed then.
     """
     program, backend = call.program, call.backend
-    assert dry_run.guards is not None
     if backend.guard_device is None:  # it keeps what it reads and writes itself
         dry_run.read.clear()
         dry_run.written.clear()

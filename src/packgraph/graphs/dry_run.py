@@ -86,7 +86,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _once(call: CapturedCall, how: Any) -> DryRun:
     """Have `how` run forward and backward, undone; what captured code has used from outside."""
-    program, found = call.program, list[DryRun]()
+    program = call.program
     with explained():
         ahead = program.read(call.args, call.kwargs)
     used = [] if program.staged else list(ahead)
@@ -100,14 +100,21 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
     ):
         parameters = [*aliases.alias_of.values()]
         run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
-        how(lambda: found.append(run(call.args, call.kwargs)))
+        how(lambda: run(call.args, call.kwargs))
     refuse_host_memory(used, call.backend.guard_device)
     guards = Guards(
         used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
     )
     if program.staged and ahead:
         guards.add(*ahead[0])
-    return found[0]._replace(guards=guards)
+    return DryRun(
+        [tensor.detach() for tensor in run.read.values()],
+        [tensor.detach() for tensor in run.written.values()],
+        run.constants,
+        run.placements,
+        journal.has_drawn,
+        guards,
+    )
 
 
 class _CheckedRun:
@@ -139,7 +146,7 @@ class _CheckedRun:
         ] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
         inputs = _tensors(state)
         self._know([*self.parameters, *inputs])
@@ -151,13 +158,6 @@ class _CheckedRun:
         self.walked.clear()
         while self.ends:
             self._backward(*self.ends.pop())
-        return DryRun(
-            [tensor.detach() for tensor in self.read.values()],
-            [tensor.detach() for tensor in self.written.values()],
-            self.constants,
-            self.placements,
-            self.journal.has_drawn,
-        )
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
         self.known |= {id(tensor): tensor for tensor in tensors}

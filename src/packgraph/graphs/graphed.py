@@ -18,12 +18,16 @@ from torch.nn.parallel import DistributedDataParallel as _DDP
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import CAPTURE, START_OVER, Consensus, consensus_of
+from packgraph.graphs.agreement import EAGER, START_OVER, Consensus, JointCaptures, consensus_of
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
-from packgraph.graphs.capture import Capturer
+from packgraph.graphs.capture import MAX_KEYS, Capturer
 from packgraph.graphs.checks.host_sync import capturing
-from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, global_hooks
+from packgraph.graphs.checks.unsupported import (
+    Unsupported,
+    find_unsupported,
+    unsupported_error,
+)
 from packgraph.graphs.choose import Asked, choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
@@ -37,10 +41,8 @@ from packgraph.graphs.program import Program, open_objects
 from packgraph.graphs.replay import ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
-from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
+from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
-
-_HOOKS_OF_ALL = global_hooks()  # of all modules of the process; torch keeps these tables
 
 
 def graph(
@@ -228,11 +230,11 @@ class Control:
     @property
     def consensus(self) -> Consensus:
         """Communication with other ranks, before and after every capture that they make, too."""
-        return self._capturer.cache.consensus
+        return self._capturer.cache.joint.consensus
 
     @consensus.setter
     def consensus(self, consensus: Consensus) -> None:
-        self._capturer.cache.consensus = consensus
+        self._capturer.cache.joint = JointCaptures(consensus)
 
     @property
     def capture_backend(self) -> Backend:
@@ -323,22 +325,21 @@ class Control:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
-        if self.module.training is not self._capturer.training:
-            self._turn()
-        cache = self._capturer.cache
-        key = call_key(args, kwargs, self.device, self._capturer.training)
-        if self._frozen is not None and key in self._frozen:
-            holds = self._capturer.takes(key, args, kwargs)
-        else:
-            holds = key is not None and self._capturer.holds(key, args, kwargs)
-            if holds and self._frozen is not None:
-                self._frozen.add(key)
-        around = _DDP._active_ddp_module is not None or any(_HOOKS_OF_ALL)
+        capturer, frozen = self._capturer, self._turn()
+        cache, key = capturer.cache, call_key(args, kwargs, self.device, capturer.training)
+        seen, holds = capturer.dry_runs.get(key), False
+        if seen is not None and frozen is not None and key in frozen:
+            holds = seen.guards.take(args, kwargs)
+        elif seen is not None:
+            holds = seen.guards.holds(args, kwargs)
+            if holds and frozen is not None:
+                frozen.add(key)
+        around = _DDP._active_ddp_module is not None or any(HOOKS_OF_ALL)
         if not holds or around or self._refusal is not None:
-            refused = self._refused()
+            refused = self._ask_for_refusal()
             if refused is not None:
                 return refused
-        if self._capturer.program.staged and self._is_patched():
+        if capturer.program.staged and self._is_patched():
             return fallback.PATCHED
         known = self._output_gradients.shared
         if known.twice or known.seen_inside:
@@ -356,18 +357,18 @@ class Control:
             ready = self._slots.acquire_captured(key)
             if ready is not None:
                 lease, variant = ready
-                if variant.version == variant.gradients.version and variant.replays_left > 0:
+                if variant.is_current:
                     return self._handle(lease, variant)
                 lease.release()
         call = self._look(args, kwargs)
         return call if isinstance(call, str) else self._take(call, args, kwargs) or call
 
-    def _turn(self) -> None:
+    def _turn(self) -> set[Any] | None:
         """Take up the mode that the module is in now. Nothing is known to be frozen in another
-        one."""
+        one; returns what is in this."""
         if self.module.training is not self._capturer.training:
-            self._capturer.turn(self.module.training)
-            self._frozen = None
+            self._capturer.training, self._frozen = self.module.training, None
+        return self._frozen
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
@@ -384,24 +385,19 @@ class Control:
             self._frozen,
         )
 
-    def alone(self) -> contextlib.AbstractContextManager[bool]:
-        """Within the block no other thread runs the module, for captures; gives False if they do
-        not leave in time."""
-        return self._calls.capture()
-
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
         call = signature(args, kwargs, self.device, self._capturer.training)
         if call is None:
             return fallback.NO_KEY
-        if self._capturer.failed(call.key):
+        if self._capturer.has_failed(call.key):
             return fallback.CAPTURE_FAILED
         reason = self._capturer.check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
             return fallback.NO_MEMORY
-        if not self._capturer.knows(call.key):
-            if self._capturer.is_full:
+        if call.key not in self._capturer.dry_runs:
+            if len(self._capturer.dry_runs) >= MAX_KEYS:
                 return fallback.TOO_MANY_KEYS
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
         return call
@@ -413,52 +409,33 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        if self._capturer.is_captured(call, lease.slot):
-            return self._handle(lease, lease.slot.variants[call.key])
-        if not self._calls.may_capture():
-            lease.release()
-            return None
-        joined = self._join_others(call, args, lease)
-        if isinstance(joined, str):
-            return joined
-        lease = joined
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(lease.release)
+        variant = lease.slot.variants.get(call.key)
+        if variant is not None and variant.is_current:
+            return self._handle(lease, variant)
+        capturer, what = self._capturer, self._in_words(call, args)
+        with contextlib.ExitStack() as unless_captured:
+            unless_captured.callback(lease.release)
+            if not self._calls.may_capture():
+                return None
+            found = None if what is None else capturer.join_others(what)
+            if found == START_OVER:
+                lease.release()
+                self._frozen = None if self._frozen is None else set()
+                reason = capturer.check_state()
+                lease = None if reason is not None else self._slots.acquire(call.key)
+                if lease is None:
+                    return reason or fallback.NO_SLOT
+                unless_captured.callback(lease.release)
+            if found == EAGER or not capturer.confirm():
+                return fallback.APART
             try:
-                what = self._in_words(call, args)
-                variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
+                variant = capturer.captured(call, lease.slot, args, kwargs, what)
             except CaptureError as error:
                 # Gradients are looked at once more.
                 self._frozen = None if self._frozen is None else set()
                 return self._give_up(call, error)
-            on_error.pop_all()
+            unless_captured.pop_all()
         return self._handle(lease, variant)
-
-    def _join_others(
-        self, call: Signature, args: tuple[Any, ...], lease: SlotLease
-    ) -> SlotLease | str:
-        """A slot for a capture that all ranks make which must, or the reason to run eagerly. lease:
-        of a slot without graphs of the call; it is released where it is not returned."""
-        what = self._in_words(call, args)
-        if what is None:
-            return lease
-        with contextlib.ExitStack() as unless_captured:
-            unless_captured.callback(lease.release)
-            found = self._capturer.join_others(what)
-            if found == CAPTURE and self._capturer.confirm():
-                unless_captured.pop_all()
-                return lease
-        if found != START_OVER:
-            return fallback.APART
-        self._frozen = None if self._frozen is None else set()
-        reason = self._capturer.check_state()
-        new = None if reason is not None else self._slots.acquire(call.key)
-        if new is None:
-            return reason or fallback.NO_SLOT
-        if not self._capturer.confirm():
-            new.release()
-            return fallback.APART
-        return new
 
     def _in_words(self, call: Signature, args: tuple[Any, ...]) -> str | None:
         """A call by which ranks agree about its capture; None where no others make it."""
@@ -518,7 +495,7 @@ class Control:
     @property
     def failures(self) -> int:
         """Number of keys that could not be captured."""
-        return self._capturer.cache.failures
+        return len(self._capturer.cache.failed)
 
     def build(
         self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
@@ -546,18 +523,15 @@ class Control:
         mode = as_in_training(self.module) if training else torch.no_grad()
         with mode, contextlib.ExitStack() as held:
             self._turn()
-            self._ask_for_refusal()
-            reason = None if self._refusal is None else self._refusal.reason
-            reason = reason or reason_around() or (fallback.PATCHED if self._is_patched() else None)
-            if not self._may_build(reason):
+            reason = self._ask_for_refusal() or reason_around()
+            if not self._may_build(reason or (fallback.PATCHED if self._is_patched() else None)):
                 return
             leases = self._slots.reserve(slots or self._slots.limit or 1)
             for lease in leases:
                 held.callback(lease.release)
-            for lease in leases:
-                for call, args in calls:
-                    if not self._capturer.cache.has_failed(call.key):
-                        self._build(call, lease.slot, args)
+            for lease, (call, args) in itertools.product(leases, calls):
+                if call.key not in self._capturer.cache.failed:
+                    self._build(call, lease.slot, args)
 
     def _may_build(self, reason: str | None) -> bool:
         """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
@@ -569,7 +543,7 @@ class Control:
         error: CaptureError | None = None
         if reason is not None:
             error = CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
-        failed = cache.consensus(type(self.module).__name__, error)
+        failed = cache.joint.consensus(type(self.module).__name__, error)
         if failed is not None and error is None:
             self._notices.complain(failed, fallback.APART, "running eagerly for now")
         return failed is None
@@ -608,7 +582,7 @@ class Control:
             ValueError: A tensor is distributed, or its memory is not torch's.
         """
         self._refuse_released()
-        with self.alone() as free:
+        with self._calls.capture() as free:
             if not free or self._slots.in_flight():
                 raise RuntimeError(
                     "release() between steps only: a microbatch waits for its backward, or another "
@@ -677,7 +651,7 @@ class Control:
     def forget_code(self) -> None:
         """Whatever is compiled is tried out once more before the next capture: on another rank that
         has failed, and ranks that exchange data in it must all begin at the same point again."""
-        self._capturer.forget_code()
+        self._capturer.compiled.clear()
 
     @contextlib.contextmanager
     def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
@@ -688,7 +662,7 @@ class Control:
         Raises CaptureError where a capture could not begin.
         """
         self._refuse_released()
-        refused, call = self.refused_now(), self._signature(args)
+        refused, call = unsupported_error(self.module), self._signature(args)
         if refused is not None:
             raise refused
         if call is None:
@@ -697,7 +671,7 @@ class Control:
                 user_line(),
                 f"pass tensors on {self.device}, packed batches and constants",
             )
-        with as_in_training(self.module), self.alone() as free:
+        with as_in_training(self.module), self._calls.capture() as free:
             self._turn()
             if not free:
                 raise CaptureError(
@@ -713,27 +687,17 @@ class Control:
             self._capturer.compile(call, args, {})  # first by itself, as before a capture
             yield self._capturer.program, self._output_gradients.of(call.key)
 
-    def refused_now(self) -> CaptureError | None:
-        """Returns the reason why the module cannot be captured at all as it is, or None."""
-        found = find_unsupported(self.module)
-        return None if found is None else CaptureError(found.what, user_line(), found.remedy)
-
     def refused_with_others(self) -> CaptureError | None:
-        """Does the same as `refused_now`, before a trial that all ranks make: if the module has
-        changed on one of them, all drop their graphs."""
-        if self._capturer.cache.joint.is_alone:
-            return self.refused_now()
-        with as_in_training(self.module):
-            self._turn()
-            reason = self._capturer.check_state_with_others()
+        """Returns the reason why the module cannot be captured at all as it is, or None, before a
+        trial that all ranks make: if it has changed on one of them, all drop their graphs."""
+        reason = None
+        if not self._capturer.cache.joint.is_alone:
+            with as_in_training(self.module):
+                self._turn()
+                reason = self._capturer.check_state_with_others()
         if reason is not None:
             return CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
-        return self.refused_now()
-
-    def _refused(self) -> str | None:
-        """Returns why the module cannot be captured, or None."""
-        self._ask_for_refusal()
-        return None if self._refusal is None else self._refusal.reason
+        return unsupported_error(self.module)
 
     def _is_patched(self) -> bool:
         """Returns whether stages stand for another forward than the one that the module has."""
@@ -742,15 +706,16 @@ class Control:
             or getattr(type(self.module), "forward", None) is not self._forward_of_class
         )
 
-    def _ask_for_refusal(self) -> None:
-        """Finds out whether the module can be captured at all now; what was refused before may be
-        fine again."""
+    def _ask_for_refusal(self) -> str | None:
+        """Finds out why the module cannot be captured at all now, None where it can; what was
+        refused before may be fine again."""
         known, self._refusal = self._refusal, find_unsupported(self.module)
-        if self._refusal is not None and (self.strict or self._refusal != known):
-            self._notices.complain(
-                CaptureError(self._refusal.what, user_line(), self._refusal.remedy),
-                self._refusal.reason,
-            )
+        if self._refusal is None:
+            return None
+        reason, what, remedy = self._refusal
+        if self.strict or self._refusal != known:
+            self._notices.complain(CaptureError(what, user_line(), remedy), reason)
+        return reason
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that `acquire` gave a reason for, counted under `reason`."""
@@ -797,7 +762,7 @@ class Control:
             if not capturing():
                 self._turn()
             call = signature(args, kwargs, self.device, self.module.training)
-            if call is None or cache.has_failed(call.key):
+            if call is None or call.key in cache.failed:
                 return False
             # of a whole step: the module has aliases for parameters now, and nothing can be tried
             # out
@@ -805,7 +770,7 @@ class Control:
                 return True
             if self._capturer.check_state(call.key, None, args, kwargs) is not None:
                 return False
-            if self._capturer.is_compiled(call.key):
+            if call.key in self._capturer.compiled:
                 return True
         with self._calls.capture() as free:
             if not free:
@@ -813,7 +778,7 @@ class Control:
             try:
                 self._capturer.compile(call, args, kwargs)
             except CaptureError as error:
-                cache.fail(call.key)
+                cache.failed.add(call.key)
                 self._notices.complain(error)
                 return False
             return True

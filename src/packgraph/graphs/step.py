@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import Consensus, alone
+from packgraph.graphs.agreement import Consensus, JointCaptures
 from packgraph.graphs.backend import (
     Backend,
     Graph,
@@ -43,7 +43,7 @@ from packgraph.graphs.backend import (
 )
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_sync import CaptureChecker, compiled_stages
-from packgraph.graphs.checks.unsupported import find_unsupported
+from packgraph.graphs.checks.unsupported import unsupported_error
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
@@ -166,11 +166,11 @@ class GraphedStep:
     @property
     def consensus(self) -> Consensus:
         """Communication with other ranks, after every capture of a step that they make, too."""
-        return self._cache.consensus
+        return self._cache.joint.consensus
 
     @consensus.setter
     def consensus(self, consensus: Consensus) -> None:
-        self._cache.consensus = consensus
+        self._cache.joint = JointCaptures(consensus)
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns its result; gradients are added to `.grad`."""
@@ -232,7 +232,7 @@ class GraphedStep:
         except CaptureError as error:
             failed = error
         if isinstance(failed, FailedTogetherError):
-            self._cache.fail(call.key)
+            self._cache.failed.add(call.key)
         else:
             failed = self._cache.agree(WHOLE, call.key, self._slot, failed)
         if failed is not None:
@@ -251,13 +251,13 @@ class GraphedStep:
                 return Standing.CAPTURED
             return Standing.STALE if self.all_agree else Standing.EAGER
         full = len(self._slot.variants) >= self.limit
-        return Standing.EAGER if full or self._cache.has_failed(call.key) else Standing.NEW
+        return Standing.EAGER if full or call.key in self._cache.failed else Standing.NEW
 
     def _eager_reason(self, call: Signature | None) -> str:
         """Returns the reason why a step that is not `ready` runs eagerly."""
         if call is None:
             return fallback.NO_KEY
-        if self._cache.has_failed(call.key):
+        if call.key in self._cache.failed:
             return fallback.CAPTURE_FAILED
         own = self._standing(call)
         return fallback.TOO_MANY_KEYS if own is Standing.EAGER else fallback.OTHER_RANK
@@ -279,7 +279,7 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self.consensus is not alone:
+        if not self._cache.joint.is_alone:
             self._stale.update(self._slot.variants)
             self._guards.clear()
             return
@@ -303,7 +303,7 @@ class GraphedStep:
     @property
     def _meets(self) -> bool:
         """True if a step ends in work with ranks that capture it, too."""
-        return self._finish is not None and self.consensus is not alone
+        return self._finish is not None and not self._cache.joint.is_alone
 
     def _meet(self) -> None:
         """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
@@ -314,9 +314,9 @@ class GraphedStep:
     def _captured(self, key: Hashable, args: tuple[Any, ...]) -> StepVariant:
         """The step's graph. Raises CaptureError for modules that cannot be captured at all, once
         the slot has let go of what any capture drops: ranks hold the same keys."""
-        refused = find_unsupported(self.modules)
+        refused = unsupported_error(self.modules)
         if refused is not None:
-            raise CaptureError(refused.what, user_line(), refused.remedy)
+            raise refused
         for name, parameter in self.modules.named_parameters():
             if has_hooks(parameter):
                 raise CaptureError(

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import dict_version
 
-from packgraph.graphs.checks.unsupported import HOOKS
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
+from packgraph.graphs.wrapper import HOOKS
 
 _TRAINING = operator.attrgetter("training")
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)

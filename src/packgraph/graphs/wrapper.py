@@ -26,8 +26,9 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Tables of the hooks of all modules of the process, which torch keeps.
+HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 _OWN = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"}) - {*_SHARED, "training"}
 _MODULE, _CONTROL = "_packgraph_module", "_packgraph_control"  # where a wrapper keeps the two
 _CALLED: ContextVar["Wrapper | None"] = ContextVar("packgraph_called_wrapper", default=None)
@@ -107,7 +108,7 @@ class Wrapper(torch.nn.Module):
             or len(self._forward_pre_hooks)
             or len(self._backward_hooks)
             or len(self._backward_pre_hooks)
-            or any(_HOOKS_OF_ALL)
+            or any(HOOKS_OF_ALL)
             or own.get("_compiled_call_impl")
         ):
             return own[_CONTROL](*args, **kwargs)

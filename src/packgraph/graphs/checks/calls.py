@@ -156,13 +156,8 @@ class DryRun(NamedTuple):
     written: list[torch.Tensor]
     constants: Constants
     placements: dict[int, tuple[Placement, ...]]
-    draws: bool = False
-    guards: Guards | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        """True if a backward runs code of a forward again."""
-        return self.guards is not None and self.guards.recomputes
+    draws: bool
+    guards: Guards
 
 
 Place = tuple[int, int]  # storage and address

@@ -11,12 +11,11 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.parameters import storage_of
-from packgraph.graphs.wrapper import Wrapper, wrapped
+from packgraph.graphs.wrapper import HOOKS, HOOKS_OF_ALL, Wrapper, wrapped
 
 
 class Unsupported(NamedTuple):
@@ -70,6 +69,12 @@ def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
     return None
 
 
+def unsupported_error(module: torch.nn.Module) -> CaptureError | None:
+    """`find_unsupported` as an error at the user's line."""
+    found = find_unsupported(module)
+    return None if found is None else CaptureError(found.what, user_line(), found.remedy)
+
+
 def _data_parallel(module: torch.nn.Module) -> str | None:
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -82,15 +87,10 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
         for kind in kinds:
             if isinstance(child, kind):
                 return kind.__name__
-    return "DistributedDataParallel" if inside_data_parallel() else None
+    # One around the module may be calling it.
+    return None if DistributedDataParallel._active_ddp_module is None else "DistributedDataParallel"
 
 
-def inside_data_parallel() -> bool:
-    """Returns whether the forward of a DistributedDataParallel around the module calls this."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLACING = "torch.distributed.tensor."
 
 
@@ -100,11 +100,6 @@ def owners(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         (name, wrapped(owner) if isinstance(owner, Wrapper) else owner)
         for name, owner in module.named_modules()
     ]
-
-
-def global_hooks() -> list[dict[int, Any]]:
-    """The tables of the hooks that run for every module of the process."""
-    return [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 
 
 def module_hooks(module: torch.nn.Module) -> str | None:
@@ -120,7 +115,7 @@ def module_hooks(module: torch.nn.Module) -> str | None:
                 if not hook.__module__.startswith(_PLACING) and not (name and only_marks(hook)):
                     where = f"submodule {name!r}" if name else "the module"
                     return f"{where} ({type(owner).__name__}) has {_words(kind)}: {_name(hook)}"
-    for kind, table in zip(HOOKS, global_hooks(), strict=True):
+    for kind, table in zip(HOOKS, HOOKS_OF_ALL, strict=True):
         if table:
             return f"every module has {_words(kind)} (register_module_..._hook)"
     return None
