@@ -70,8 +70,10 @@ from packgraph.graphs.unguarded import (
     ABSENCES,
     KEPT,
     OF_TENSORS,
+    Substitute,
+    around,
+    guard_own_name,
     let_go_of_tensors,
-    of_tables,
     refuse_operations,
 )
 from packgraph.packing.batch import PackedBatch
@@ -238,26 +240,19 @@ def _is_copied(value: Any) -> bool:
     return isinstance(value, ConstDictVariable | ListVariable)
 
 
-def _asking_attributes(method: Callable[..., Any]) -> Callable[..., Any]:
-    return of_tables(_knowing_module_names(method))
-
-
-def _looking_at_results(returns: Callable[..., None]) -> Callable[..., None]:
+@around
+def _looking_at_results(returns: Any, translator: Any, instruction: Any) -> None:
     """Results are looked at, so that they have guards, and left out of code that nobody runs."""
-
-    def end(translator: Any, instruction: Any) -> None:
-        if instruction.opname == "RETURN_VALUE":
-            _look_at(translator.output, translator.stack[-1], set())
-            if fallback.READING:
-                translator.pop()
-                translator.push(ConstantVariable.create(None))
-        returns(translator, instruction)
-
-    return end
+    if instruction.opname == "RETURN_VALUE":
+        _look_at(translator.output, translator.stack[-1], set())
+        if fallback.READING:
+            translator.pop()
+            translator.push(ConstantVariable.create(None))
+    returns(translator, instruction)
 
 
 # By owner and name: how a function of Dynamo's becomes another one.
-_Substitutes = dict[tuple[Any, str], Callable[[Any], Any]]
+_Substitutes = dict[tuple[Any, str], Substitute]
 _FOR_ALL: _Substitutes = {
     (builder, "safe_grad"): lambda _: lambda tensor: None,  # no business of a forward
     (meta_utils, "safe_grad"): lambda _: lambda tensor: None,
@@ -309,28 +304,24 @@ def _look_at(output: Any, value: Any, seen: set[int]) -> None:
         _look_at(output, [parts, changed or ()] if made else parts, seen)
 
 
-def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _asking_attributes(method: Any, attribute: Any, asking: Any, name: str, *args: Any) -> Any:
     """Methods of attributes; among them of `__module__` of torch's classes, which Dynamo does not
     know (PEFT asks that of parameters)."""
-
-    def call(attribute: Any, *args: Any) -> Any:
-        owner = getattr(attribute.obj, "value", None)
-        if attribute.name == "__module__" and isinstance(owner, type):
-            return ConstantVariable.create(owner.__module__).call_method(*args)
-        return method(attribute, *args)
-
-    return call
+    if args and args[0]:
+        guard_own_name(attribute, args[0][0])
+    owner = getattr(attribute.obj, "value", None)
+    if attribute.name == "__module__" and isinstance(owner, type):
+        return ConstantVariable.create(owner.__module__).call_method(asking, name, *args)
+    return method(attribute, asking, name, *args)
 
 
-def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+@around
+def _of_any_dtype(grouped: Any, mat_a: Any, mat_b: Any, *args: Any, **options: Any) -> Any:
     """The form of a grouped product, of which torch knows that of bfloat16 alone."""
-
-    def form(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if mat_a.dtype not in (torch.float32, torch.float16) or mat_a.dtype != mat_b.dtype:
-            return grouped(mat_a, mat_b, *args, **options)
-        return grouped(mat_a.bfloat16(), mat_b.bfloat16(), *args, **options).to(mat_a.dtype)
-
-    return form
+    if mat_a.dtype not in (torch.float32, torch.float16) or mat_a.dtype != mat_b.dtype:
+        return grouped(mat_a, mat_b, *args, **options)
+    return grouped(mat_a.bfloat16(), mat_b.bfloat16(), *args, **options).to(mat_a.dtype)
 
 
 # Backends answer no, too, while they capture.
@@ -366,22 +357,14 @@ def _leaving_generators() -> Iterator[None]:
     """Within the block Dynamo does not put the states of random generators back, and with them the
     numbers that other threads draw meanwhile: it draws none itself."""
 
-    def leaving(put_back: Callable[..., None]) -> Callable[..., None]:
-        def put(*args: Any, **kwargs: Any) -> None:
-            if not sys._getframe(1).f_code.co_filename.startswith(_DYNAMO):
-                put_back(*args, **kwargs)
-
-        return put
+    @around
+    def leaving(put_back: Any, *args: Any, **kwargs: Any) -> None:
+        if not sys._getframe(2).f_code.co_filename.startswith(_DYNAMO):
+            put_back(*args, **kwargs)
 
     places = (torch.random, "set_rng_state"), (torch.cuda, "set_rng_state"), (random, "setstate")
-    before = [getattr(*place) for place in places]
-    for place, put_back in zip(places, before, strict=True):
-        setattr(*place, leaving(put_back))
-    try:
+    with _substituted(dict.fromkeys(places, leaving)):
         yield
-    finally:
-        for place, put_back in zip(places, before, strict=True):
-            setattr(*place, put_back)
 
 
 def _again(found: Any) -> Any:

@@ -39,7 +39,7 @@ _ARRAY = "___from_numpy("  # how Dynamo gets at an array
 
 _OWN_NAMES = getattr(dicts, "DunderDictVariable", None)  # an object's __dict__
 
-Method = Callable[[Any, Any, Any], Any]
+Method = Callable[..., Any]
 
 
 def refuse_value(name: str, value: Any) -> None:
@@ -109,56 +109,56 @@ def let_go_of_tensors(output: Any) -> None:
         seen.lookup_storage.clear()
 
 
-def _of_keys(method: Method) -> Method:
-    def find(table: Any, asking: Any, key: Any) -> Any:
-        if key not in table:
-            table.install_dict_contains_guard(asking, [key])
-        return method(table, asking, key)
-
-    return find
+Substitute = Callable[[Any], Any]
 
 
-def _of_attributes(method: Method) -> Method:
+def around(function: Callable[..., Any]) -> Substitute:
+    """Returns what makes of a method of Dynamo's one that calls `function` with that method first,
+    and then what it is called with."""
+    return lambda method: lambda *args, **kwargs: function(method, *args, **kwargs)
+
+
+@around
+def _of_keys(method: Method, table: Any, asking: Any, key: Any) -> Any:
+    if key not in table:
+        table.install_dict_contains_guard(asking, [key])
+    return method(table, asking, key)
+
+
+@around
+def _of_attributes(method: Method, found: Any, asking: Any, name: str) -> Any:
     """An object may have none of the name, or `__getattr__` has answered, which would not if the
     object itself had it."""
-
-    def find(found: Any, asking: Any, name: str) -> Any:
-        if found.source is not None and not _has(getattr(found, "value", None), name):
-            _guard_name(found.source, name)
-        try:
-            return method(found, asking, name)
-        except ObservedAttributeError:
-            _guard_absence(found.source, name)
-            raise
-
-    return find
-
-
-def _of_tensors(method: Method) -> Method:
-    def find(found: Any, asking: Any, name: str) -> Any:
-        if name in ("is_leaf", "grad_fn"):
-            raise CaptureError(
-                f"forward asks for Tensor.{name}: a graph has copies of its arguments, which "
-                "nothing was computed from",
-                "",
-                "ask outside of the call, and pass the answer as an argument",
-            )
+    if found.source is not None and not _has(getattr(found, "value", None), name):
+        _guard_name(found.source, name)
+    try:
         return method(found, asking, name)
+    except ObservedAttributeError:
+        _guard_absence(found.source, name)
+        raise
 
-    return find
+
+@around
+def _of_tensors(method: Method, found: Any, asking: Any, name: str) -> Any:
+    if name in ("is_leaf", "grad_fn"):
+        raise CaptureError(
+            f"forward asks for Tensor.{name}: a graph has copies of its arguments, which "
+            "nothing was computed from",
+            "",
+            "ask outside of the call, and pass the answer as an argument",
+        )
+    return method(found, asking, name)
 
 
-def _of_methods(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(found: Any, asking: Any, name: str, *args: Any) -> Any:
-        if name in ("__delattr__", "register_hook", "retain_grad"):
-            raise CaptureError(
-                f"forward calls Tensor.{name}, which a replay would not do",
-                "",
-                "do it outside of forward, or write a torch.autograd.Function",
-            )
-        return method(found, asking, name, *args)
-
-    return call
+@around
+def _of_methods(method: Method, found: Any, asking: Any, name: str, *args: Any) -> Any:
+    if name in ("__delattr__", "register_hook", "retain_grad"):
+        raise CaptureError(
+            f"forward calls Tensor.{name}, which a replay would not do",
+            "",
+            "do it outside of forward, or write a torch.autograd.Function",
+        )
+    return method(found, asking, name, *args)
 
 
 def _has(value: Any, name: str) -> bool:
@@ -173,64 +173,51 @@ def _has(value: Any, name: str) -> bool:
     return isinstance(value, torch.nn.Module) and any(name in table for table in tables)
 
 
-def of_tables(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of names that are asked for in an object's `__dict__`."""
-
-    def call(attribute: Any, asking: Any, name: str, args: Any, *rest: Any) -> Any:
-        source, table = attribute.obj.source, getattr(attribute.obj.value, "__dict__", None)
-        if attribute.name == "__dict__" and args and source is not None and table is not None:
-            key = args[0].as_python_constant() if args[0].is_python_constant() else None
-            if key is not None and key not in table:
-                _guard_name(source, key)
-        return method(attribute, asking, name, args, *rest)
-
-    return call
+def guard_own_name(attribute: Any, name: Any) -> None:
+    """Guards a name that is asked for in an object's `__dict__`, where it is not there."""
+    source, table = attribute.obj.source, getattr(attribute.obj.value, "__dict__", None)
+    if attribute.name == "__dict__" and source is not None and table is not None:
+        key = name.as_python_constant() if name.is_python_constant() else None
+        if key is not None and key not in table:
+            _guard_name(source, key)
 
 
 KEPT = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]()  # what the trace under way has called
 
 
-def _of_caches(method: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_caches(method: Method, function: Any, asking: Any, args: Any, kwargs: Any) -> Any:
     """Calls of functions with a cache: Dynamo reads through it, and a graph has what is in it."""
-
-    def call(function: Any, asking: Any, args: Any, kwargs: Any) -> Any:
-        found, kept = method(function, asking, args, kwargs), function.wrapper_obj
-        room = (getattr(kept, "__module__", None) or "").split(".")[0]
-        if not hasattr(kept, "cache_info") or room in ("torch", __name__.split(".")[0]):
-            return found
-        known = all(each.is_python_constant() for each in (*args, *kwargs.values()))
-        if isinstance(found, _CHANGING) or (isinstance(found, TensorVariable) and not known):
-            raise CaptureError(
-                f"forward takes a container, an object or a tensor from the cache of "
-                f"{kept.__name__} (functools.lru_cache), which the tracer would not see change",
-                "",
-                "keep it on the module: a tensor as a buffer",
-            )
-        if known:
-            named = {name: each.as_python_constant() for name, each in kwargs.items()}
-            KEPT.append((kept, tuple(each.as_python_constant() for each in args), named))
+    found, kept = method(function, asking, args, kwargs), function.wrapper_obj
+    room = (getattr(kept, "__module__", None) or "").split(".")[0]
+    if not hasattr(kept, "cache_info") or room in ("torch", __name__.split(".")[0]):
         return found
+    known = all(each.is_python_constant() for each in (*args, *kwargs.values()))
+    if isinstance(found, _CHANGING) or (isinstance(found, TensorVariable) and not known):
+        raise CaptureError(
+            f"forward takes a container, an object or a tensor from the cache of "
+            f"{kept.__name__} (functools.lru_cache), which the tracer would not see change",
+            "",
+            "keep it on the module: a tensor as a buffer",
+        )
+    if known:
+        named = {name: each.as_python_constant() for name, each in kwargs.items()}
+        KEPT.append((kept, tuple(each.as_python_constant() for each in args), named))
+    return found
 
-    return call
 
-
-def _of_own_names(_: Method) -> Callable[..., None]:
+@around
+def _of_own_names(_: Method, table: Any, asking: Any, args: Sequence[Any]) -> None:
     """Of names that are asked for in an object's `__dict__`, in newer versions of torch."""
-
-    def guard(table: Any, asking: Any, args: Sequence[Any]) -> None:
-        for arg in args if table.source is not None else ():
-            if arg.is_python_constant() and not table.contains(arg.as_python_constant()):
-                _guard_name(table.source.base, arg.as_python_constant())
-
-    return guard
+    for arg in args if table.source is not None else ():
+        if arg.is_python_constant() and not table.contains(arg.as_python_constant()):
+            _guard_name(table.source.base, arg.as_python_constant())
 
 
-def _of_all_names(_: Method) -> Callable[..., None]:
-    def guard(table: Any) -> None:
-        if table.source is not None:
-            install_guard(table.source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
-
-    return guard
+@around
+def _of_all_names(_: Method, table: Any) -> None:
+    if table.source is not None:
+        install_guard(table.source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
 
 
 def _guard_name(source: Any, name: str) -> None:
@@ -238,25 +225,21 @@ def _guard_name(source: Any, name: str) -> None:
     install_guard(source.make_guard(absent))
 
 
-def _of_names(method: Method) -> Method:
-    def find(found: Any, asking: Any, name: str) -> Any:
-        answer = method(found, asking, name)
-        if answer.is_python_constant() and not answer.as_python_constant():
-            _guard_absence(found.source, name)
-        return answer
-
-    return find
+@around
+def _of_names(method: Method, found: Any, asking: Any, name: str) -> Any:
+    answer = method(found, asking, name)
+    if answer.is_python_constant() and not answer.as_python_constant():
+        _guard_absence(found.source, name)
+    return answer
 
 
-def _of_calls(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(module: Any, *args: Any) -> Any:
-        refuse_value("", module.value)
-        if module.source is not None:
-            own = AttrSource(module.source, "_compiled_call_impl")
-            install_guard(own.make_guard(GuardBuilder.CONSTANT_MATCH))
-        return method(module, *args)
-
-    return call
+@around
+def _of_calls(method: Method, module: Any, *args: Any) -> Any:
+    refuse_value("", module.value)
+    if module.source is not None:
+        own = AttrSource(module.source, "_compiled_call_impl")
+        install_guard(own.make_guard(GuardBuilder.CONSTANT_MATCH))
+    return method(module, *args)
 
 
 def _guard_absence(source: Any, name: str) -> None:
@@ -270,7 +253,7 @@ def _guard_absence(source: Any, name: str) -> None:
 
 # Dynamo's methods that look something up, and what makes another one of each, with a guard. A
 # version of torch has one of two names for that of attributes.
-ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
+ABSENCES: dict[tuple[Any, str], Substitute] = {
     (UserDefinedObjectVariable, "tp_getattro_impl"): _of_attributes,
     (ConstDictVariable, "getitem_const_raise_exception_if_absent"): _of_keys,
     (UserDefinedObjectVariable, "var_getattr"): _of_attributes,
@@ -283,7 +266,7 @@ ABSENCES: dict[tuple[Any, str], Callable[[Any], Any]] = {
 }
 _CHANGING = (ConstDictVariable, ListVariable, UserDefinedObjectVariable)
 # The same of tensors, for code that is compiled, too; one of two names for that of attributes.
-OF_TENSORS: dict[tuple[Any, str], Callable[[Any], Any]] = {
+OF_TENSORS: dict[tuple[Any, str], Substitute] = {
     (TensorVariable, "tp_getattro_impl"): _of_tensors,
     (TensorVariable, "var_getattr"): _of_tensors,
     (TensorVariable, "call_method"): _of_methods,
