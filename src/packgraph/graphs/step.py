@@ -87,6 +87,8 @@ class FailedTogetherError(CaptureError):
 class StepVariant:
     """One captured step."""
 
+    segments = 1
+
     def __init__(
         self,
         graph: Graph,
@@ -102,11 +104,6 @@ class StepVariant:
             owned,
             read,
         )
-
-    @property
-    def segments(self) -> int:
-        """Number of graphs."""
-        return 1
 
     def reset(self) -> None:
         """Free the graph."""
@@ -181,9 +178,9 @@ class GraphedStep:
         return self.replay(*args)
 
     def replay(self, *args: Any) -> torch.Tensor:
-        """A step that is `ready`, from its graph. Returns its result."""
+        """A step that nothing is against, from its graph. Returns its result."""
         call = signature(args, {}, self._device)
-        assert call is not None, "steps without a key are never ready"
+        assert call is not None, "steps without a key are no replays"
         variant: StepVariant = self._slot.variants[call.key]
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
         for buffer, tensor in zip(variant.inputs, tensors, strict=True):
@@ -196,13 +193,7 @@ class GraphedStep:
 
     def reason_against(self, *args: Any) -> str | None:
         """Returns the reason why a step with these arguments is no replay, or None; captures it if
-        it is new, as `ready`."""
-        if self.ready(*args):
-            return None
-        return self._eager_reason(signature(args, {}, self._device))
-
-    def ready(self, *args: Any) -> bool:
-        """Returns whether a step with these arguments can be replayed; captures it if it is new.
+        it is new.
 
         With communication inside this is collective: every rank must ask for the same step.
 
@@ -214,53 +205,58 @@ class GraphedStep:
         standing = self._standing(call)
         agreed = self.agreement(standing)
         if agreed is Standing.CAPTURED:
-            return True
+            return None
         if agreed is Standing.STALE:
             self._drop_captured()
+        if call is None:
+            return fallback.NO_KEY
         # What a larger step has dropped here it has dropped on all ranks, which capture it again.
-        if call is not None and call.key in self._stale and call.key in self._slot.variants:
+        if call.key in self._stale and call.key in self._slot.variants:
             raise CaptureError(
                 "the module has changed since all ranks captured this step together",
                 user_line(),
                 "leave the module as it is, or change it before the first step is captured",
             )
-        if call is None or agreed is Standing.EAGER:
-            return False
+        if agreed is Standing.EAGER:
+            if call.key in self._cache.failed:
+                return fallback.CAPTURE_FAILED
+            mine = standing is Standing.EAGER
+            return fallback.TOO_MANY_KEYS if mine else fallback.OTHER_RANK
         failed: CaptureError | None = None
         try:
             self._cache.capture(call, self._slot, lambda: self._captured(call.key, args))
+        except FailedTogetherError:
+            self._cache.failed.add(call.key)
+            raise
         except CaptureError as error:
             failed = error
-        if isinstance(failed, FailedTogetherError):
-            self._cache.failed.add(call.key)
-        else:
-            failed = self._cache.agree(WHOLE, call.key, self._slot, failed)
+        failed = self._cache.agree(WHOLE, call.key, self._slot, failed)
         if failed is not None:
             raise failed
         self._stale.discard(call.key)
-        return True
+        return None
 
     def _standing(self, call: Signature | None) -> Standing:
-        """Returns this rank's standing of the step; forgets graphs of a changed module."""
+        """Returns this rank's standing of the step. Graphs of a changed module are not replayed any
+        more.
+
+        Ranks that captured together may not have seen a change. They would not capture again with
+        this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
+        """
         if call is None:
             return Standing.EAGER
         if call.key in self._guards and not self._guards[call.key].holds():
-            self._forget_captured()
+            if self._cache.joint.is_alone:
+                self._drop_captured()
+            else:
+                self._stale.update(self._slot.variants)
+                self._guards.clear()
         if call.key in self._slot.variants:
             if call.key not in self._stale:
                 return Standing.CAPTURED
             return Standing.STALE if self.all_agree else Standing.EAGER
         full = len(self._slot.variants) >= self.limit
         return Standing.EAGER if full or call.key in self._cache.failed else Standing.NEW
-
-    def _eager_reason(self, call: Signature | None) -> str:
-        """Returns the reason why a step that is not `ready` runs eagerly."""
-        if call is None:
-            return fallback.NO_KEY
-        if call.key in self._cache.failed:
-            return fallback.CAPTURE_FAILED
-        own = self._standing(call)
-        return fallback.TOO_MANY_KEYS if own is Standing.EAGER else fallback.OTHER_RANK
 
     def others_replay(self, *args: Any) -> bool:
         """Returns whether other ranks replay this step, which this one runs eagerly."""
@@ -273,23 +269,10 @@ class GraphedStep:
         self._stale.clear()
         self._guards.clear()
 
-    def _forget_captured(self) -> None:
-        """The modules have changed: what was captured is not replayed any more.
-
-        Ranks that captured together may not have seen a change. They would not capture again with
-        this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
-        """
-        if not self._cache.joint.is_alone:
-            self._stale.update(self._slot.variants)
-            self._guards.clear()
-            return
-        self._drop_captured()
-
     def _drop_captured(self) -> None:
-        self.stats.dropped("module changed", self._slot.clear())
-        self._stale.clear()
+        self.stats.dropped("module changed", len(self._slot.variants))
+        self.close()
         self._buffers = GradientBuffers()
-        self._guards.clear()
 
     def _all(self, args: Sequence[Any], *, is_dry_run: bool = False) -> torch.Tensor:
         """The whole step. is_dry_run: whether all ranks get to its end is not known."""
@@ -300,14 +283,10 @@ class GraphedStep:
             self._meet()
         return self._finish(result)
 
-    @property
-    def _meets(self) -> bool:
-        """True if a step ends in work with ranks that capture it, too."""
-        return self._finish is not None and not self._cache.joint.is_alone
-
     def _meet(self) -> None:
-        """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
-        failed = self.consensus(WHOLE, None)
+        """Wait for all ranks, if a step ends in work with them. Raises FailedTogetherError if one
+        of them has failed."""
+        failed = None if self._finish is None else self.consensus(WHOLE, None)
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 
@@ -324,8 +303,7 @@ class GraphedStep:
                     user_line(),
                     "capture layers or chunks: their graphs hand gradients to hooks",
                 )
-        if self._meets:  # before exchanges within the step, too, in which others would wait
-            self._meet()
+        self._meet()  # before exchanges within the step, too, in which others would wait
         used: list[tuple[Any, Any]] = []
         with reading(used):
             variant = self._capture(args)
@@ -355,8 +333,7 @@ class GraphedStep:
                 parameter.grad = owned[-1].tensor
             with compiled_stages(self.compiled), reading_calls(self.modules):
                 read = self._run_dry(shown, journal)
-            if self._meets:  # a capture may exchange, too
-                self._meet()
+            self._meet()  # a capture may exchange, too
             stack.enter_context(compiled_stages(self.compiled, fixed=True))
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()
