@@ -119,9 +119,14 @@ def _traced_place(frame: FrameType) -> SourceLine | None:
     number = (graph._lineno_map or {}).get(line)
     nodes = list(graph.graph.nodes)
     stack = nodes[number].stack_trace if number is not None and number < len(nodes) else None
-    for name, found, function in reversed(_FRAME.findall(stack or "")):
+    return _place_in(stack)
+
+
+def _place_in(stack: str | None) -> SourceLine | None:
+    """The innermost user frame of a stack that torch has kept as text."""
+    for name, line, function in reversed(_FRAME.findall(stack or "")):
         if is_user_file(name):
-            return SourceLine(name, int(found), function)
+            return SourceLine(name, int(line), function)
     return None
 
 
@@ -160,10 +165,7 @@ def raised_line(trace: TracebackType | None) -> str:
 def traced_line(stack: str | None) -> str:
     """`file.py:LINE in function` of the innermost user frame of a stack that torch has kept as
     text; empty if none."""
-    for name, line, function in reversed(_FRAME.findall(stack or "")):
-        if is_user_file(name):
-            return f"{name}:{line} in {function}"
-    return ""
+    return str(_place_in(stack) or "")
 
 
 def forward_line(module: torch.nn.Module) -> str:

@@ -445,13 +445,6 @@ def _is_put_back(output: Any, variable: Any) -> bool:
     return bool(now)
 
 
-@contextlib.contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Within the block no mode of ours sees what the tracer does."""
-    with without_watchers(), _disable_current_modes():
-        yield
-
-
 Code = Callable[[Any, State], State]
 
 
@@ -491,7 +484,7 @@ class TracedCode:
 
     def find(self, owner: Any, state: Any) -> Trace:
         """The trace of a call, made now if there is none."""
-        with outside_of_modes():
+        with without_watchers(), _disable_current_modes():  # which would see what the tracer does
             return self._find(owner, state)
 
     def _find(self, owner: Any, state: Any) -> Trace:

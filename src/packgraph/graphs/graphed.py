@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as _DDP
@@ -137,8 +137,7 @@ def control(graphed: torch.nn.Module) -> "Control":
             "packgraph.control wants the module that packgraph.graph returned, not "
             f"an object of type {type(graphed).__name__}"
         )
-    found: Control = control_of(graphed)
-    return found
+    return cast(Control, control_of(graphed))
 
 
 class GraphedModule(Wrapper):
@@ -303,9 +302,9 @@ class Control:
             self._slots.launches.share()
         if self._released is not None:
             self._refuse_released()
-        found: Any = fallback.bypass_reason() or (fallback.CLOSED if self._closed else None)
+        found: ReplayHandle | Signature | str | None = fallback.bypass_reason()
         try:
-            found = found or reason_around()
+            found = found or (fallback.CLOSED if self._closed else reason_around())
             if found is None:
                 with self._lock:
                     found = self._find(args, kwargs)
@@ -315,11 +314,10 @@ class Control:
         except CaptureError as error:
             joint.confirm(error)
             raise
-        assert found is not None, "who may capture does"
+        assert found is not None and not isinstance(found, Signature), "who may capture does"
         if isinstance(found, str) and joint.is_owed:
             joint.confirm(CaptureError(found, user_line(), fallback.reason_of(found).remedy))
-        handle: ReplayHandle | str = found
-        return handle
+        return found
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -812,7 +810,7 @@ def forward_backward(
     """
     own = control(graphed)
     handle = own.acquire(args, {}) if before is None else None
-    if isinstance(handle, ReplayHandle) and handle.is_direct and handle.makes_one_number:
+    if isinstance(handle, ReplayHandle) and handle.makes_one_number:
         loss = handle.forward(args, {})
         handle.backward()
         return loss

@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._dynamo.guards import dict_version
@@ -109,8 +109,7 @@ class Trace:
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """The tensors and our objects from outside as they are now, by `names`, and numbers of
         which there are others alike."""
-        found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
-        return found
+        return cast(tuple[Any, ...], self._read(scope or self.scope(owner), self._globals))
 
     def tensors(self, owner: Any) -> list[torch.Tensor]:
         """The tensors from outside, as they are now."""
@@ -123,8 +122,7 @@ class Trace:
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
-        found: tuple[torch.nn.Module, ...] = self._modules({"owner": owner}, self._globals)
-        return found
+        return cast(tuple[torch.nn.Module, ...], self._modules({"owner": owner}, self._globals))
 
     def difference(self, owner: Any, state: Any = None) -> str:
         """The first thing that is not as it was traced, in Dynamo's words."""

@@ -40,11 +40,14 @@ class KeyGradients:
 
     Attributes:
         version: Grows when a pattern is learned: graphs captured before do not have it.
+        seen: The outputs that got gradients in the last call that was watched, and their layouts.
+        shared: What all keys know.
+        fell_back: Told of backwards that captured ones do not stand for.
     """
 
     def __init__(self, fell_back: FellBack, shared: _Shared) -> None:
         self.version = 0
-        self._fell_back, self._shared = fell_back, shared
+        self.fell_back, self.shared = fell_back, shared
         self._guessed = False
         self.seen: dict[int, Layout] | None = None
         self._patterns: dict[int, dict[Pattern, None]] = {}
@@ -58,7 +61,7 @@ class KeyGradients:
         ]
         seen = self.seen
         if seen is None:  # strides hold for one shape only
-            seen = dict.fromkeys(self._shared.latest.get(len(leaves), {}), ())
+            seen = dict.fromkeys(self.shared.latest.get(len(leaves), {}), ())
         found = {number: seen[number] for number in able if number in seen}
         self._guessed = not found
         return found or dict.fromkeys(able, ())
@@ -72,28 +75,15 @@ class KeyGradients:
         """Note a pattern for which a segment has no backward. captured: those for which it has
         one."""
         first = self._guessed and segment not in self._patterns
-        self._fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
+        self.fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
         known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
             self.version += 1
 
-    def runs_eagerly(self, reason: str) -> None:
-        """Note a backward that captured ones do not stand for."""
-        self._fell_back(reason)
-
     def forget(self) -> None:
         """Forget the patterns that were learned."""
         self._patterns.clear()
-
-    def refuse_twice(self) -> None:
-        """Note that the gradients of a call are to be differentiated, which graphs cannot do."""
-        self._shared.twice = True
-
-    def refuse_seen_inside(self) -> None:
-        """Note that somebody wants to see the gradient of an output that others were computed
-        from."""
-        self._shared.seen_inside = True
 
 
 class OutputGradients:

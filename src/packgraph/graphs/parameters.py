@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,8 +89,7 @@ def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 def unaliased(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter that `parameter` stands for where it is an alias, else itself."""
-    found: torch.Tensor = getattr(parameter, _STANDS_FOR, parameter)
-    return found
+    return cast(torch.Tensor, getattr(parameter, _STANDS_FOR, parameter))
 
 
 class Aliases:

@@ -186,7 +186,16 @@ class Program:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call without graphs: captured runs by the code that graphs hold."""
-        return close_objects(self.end(self.execute(self.begin(args, kwargs), _Plain(self))))
+        return close_objects(self.end(self.execute(self.begin(args, kwargs), self)))
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """See RunHandler; as it is."""
+        shown = hide_lengths(state)
+        return with_lengths(state, shown, self.run(run, shown))
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        """See RunHandler; as it is."""
+        return self.run(run, state)
 
     def describe(self, run: Run) -> str:
         """The run's stages in words, for messages."""
@@ -207,20 +216,6 @@ class Program:
             for stage in (stages[0], stages[-1])
         ]
         return " to ".join(names if len(stages) > 1 else names[:1])
-
-
-class _Plain:
-    """Runs as they are."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    def captured(self, index: int, run: Run, state: State) -> State:
-        shown = hide_lengths(state)
-        return with_lengths(state, shown, self._program.run(run, shown))
-
-    def eager(self, index: int, run: Run, state: State) -> State:
-        return self._program.run(run, state)
 
 
 _TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces", default=None)

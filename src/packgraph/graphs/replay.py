@@ -298,7 +298,7 @@ def _recompute(
     if reason is None:
         known.learn(region.number, list(region.backwards), pattern)
     else:
-        known.runs_eagerly(reason)
+        known.fell_back(reason)
     with lease.slots.launches:
         lease.finish_backward(region.number)
     return found
@@ -401,7 +401,7 @@ def _delivered(
 
 
 def _refuse_second_derivatives(region: Region) -> None:
-    region.context.gradients.refuse_twice()
+    region.context.gradients.shared.twice = True
     raise RuntimeError(
         f"create_graph=True through {region.name}: a captured backward has no graph of its own "
         "that could be differentiated again. Calls after this one run eagerly. To keep graphs for "
@@ -416,7 +416,7 @@ def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
         output is not None and is_seen(output, hooks)
         for output, hooks in ((given(), own) for given, own in inner)
     ):
-        region.context.gradients.refuse_seen_inside()
+        region.context.gradients.shared.seen_inside = True
         raise RuntimeError(
             f"an output of {region.name} that other outputs were computed from has a hook, or "
             "keeps its gradient "
@@ -675,10 +675,10 @@ class ReplayHandle:
 
     @property
     def makes_one_number(self) -> bool:
-        """Returns whether the output is a single number, of which autograd takes the gradient to be
-        one."""
-        assert self.variant.direct is not None
-        return self.variant.direct.out.tensor.numel() == 1
+        """Returns whether `forward` and `backward` may be used for a single number, of which
+        autograd takes the gradient to be one."""
+        direct = self.variant.direct
+        return direct is not None and direct.out.tensor.numel() == 1
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Replay the forward alone: the call's output, an alias of the slot's memory that autograd
@@ -688,17 +688,14 @@ class ReplayHandle:
         look at what the host alone knows. Raises what its `begin` raises.
         """
         assert self.variant.direct is not None
-        launched = False
         try:
             with self.calls:
                 if self.program.staged:
                     check_first(self.variant.regions, self.program, args, kwargs)
-                out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
-            launched = True
-        finally:
-            if not launched:
-                self.lease.release()
-        return out
+                return self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
+        except BaseException:
+            self.lease.release()
+            raise
 
     def backward(self, gradient: torch.Tensor | None = None) -> None:
         """Replay the backward. gradient: of the output, None = one."""

@@ -56,27 +56,21 @@ LONGEST_WAIT_FOR_BACKWARDS_S = (
 _LOOK_S = 0.001  # for slots given back, of which nobody tells
 
 
-class _Captures:
-    """The one capture of the process. thread: which has it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.thread: int | None = None
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Wait for those of other modules. A capture may begin within a capture of the same
-        thread."""
-        with self._lock:
-            before, self.thread = self.thread, threading.get_ident()
-            try:
-                yield
-            finally:
-                self.thread = before
+_CAPTURE_LOCK = threading.RLock()
+_capturing_thread: int | None = None
 
 
-_CAPTURES = _Captures()
-one_capture = _CAPTURES.one
+@contextlib.contextmanager
+def one_capture() -> Iterator[None]:
+    """The one capture of the process: waits for those of other modules. A capture may begin within
+    a capture of the same thread."""
+    global _capturing_thread
+    with _CAPTURE_LOCK:
+        before, _capturing_thread = _capturing_thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            _capturing_thread = before
 
 
 class Launches:
@@ -164,7 +158,12 @@ class Calls:
         thread = threading.get_ident()
         with self._lock:
             if self._capturer is not None and not self._may_enter(thread):
-                self._refuse_in_engine()
+                if self._in_engine():
+                    raise RuntimeError(
+                        "a backward calls a graphed module again (recomputation) while another "
+                        "thread captures graphs of it: let one thread call the module alone until "
+                        "its graphs are captured"
+                    )
                 self._turn.wait_for(lambda: self._may_enter(thread))
             self._inside[thread] = self._inside.get(thread, 0) + 1
         if thread != self._trainer and not self.shared and torch.is_grad_enabled():
@@ -190,7 +189,7 @@ class Calls:
         So may a backward that the capture waits for."""
         return (
             self._capturer in (None, thread)
-            or _CAPTURES.thread == thread
+            or _capturing_thread == thread
             or (not self._begun and self._in_engine())
         )
 
@@ -242,32 +241,20 @@ class Calls:
             return False
         self._capturer = thread
         try:
-            if self._cuda and seconds:
-                self._wait_for_backwards()
+            # Backwards of other threads may have to run their forward again.
+            until = time.monotonic() + LONGEST_WAIT_FOR_BACKWARDS_S
+            while self._cuda and seconds and self._elsewhere() and time.monotonic() < until:
+                self._turn.wait(_LOOK_S)
             self._begun = self._turn.wait_for(lambda: not self._inside, seconds)
         finally:  # Ctrl-C, too
             if not self._begun:
                 self._capturer = None
         return self._begun
 
-    def _wait_for_backwards(self) -> None:
-        """Other threads' ones, which may have to run their forward again."""
-        until = time.monotonic() + LONGEST_WAIT_FOR_BACKWARDS_S
-        while self._elsewhere() and time.monotonic() < until:
-            self._turn.wait(_LOOK_S)
-
     def _in_engine(self) -> bool:
         """Returns whether this is the thread that runs all backwards of the device: a capture of
         any thread needs it."""
         return self._cuda and backward_task() != -1
-
-    def _refuse_in_engine(self) -> None:
-        if self._in_engine():
-            raise RuntimeError(
-                "a backward calls a graphed module again (recomputation) while another thread "
-                "captures "
-                "graphs of it: let one thread call the module alone until its graphs are captured"
-            )
 
 
 class Slot:
@@ -379,12 +366,11 @@ class Slots:
     def acquire(self, key: Hashable) -> "SlotLease | None":
         """Claim a slot, one that has `key` captured if there is one; None when all are in
         flight."""
-        slot = next((s for s in reversed(self._free) if key in s.variants), None)
-        if slot is None and self._free:
-            slot = self._free[-1]
-        if slot is not None:
-            self._free.remove(slot)
-            return self._lease(slot)
+        captured = self.acquire_captured(key)
+        if captured is not None:
+            return captured[0]
+        if self._free:
+            return self._lease(self._free.pop())
         if self.limit is None or len(self.all) < self.limit:
             slot = Slot(len(self.all), self.backend, self.device, self.shared)
             self.all.append(slot)

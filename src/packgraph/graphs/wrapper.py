@@ -11,7 +11,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -177,22 +177,6 @@ class Wrapper(torch.nn.Module):
         wrapped(self)._apply(fn, recurse)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's state."""
-        return wrapped(self).state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the wrapped module's state."""
-        return wrapped(self).load_state_dict(*args, **kwargs)
-
-    def get_extra_state(self) -> Any:
-        """The wrapped module's extra state."""
-        return wrapped(self).get_extra_state()
-
-    def set_extra_state(self, state: Any) -> None:
-        """Set the wrapped module's extra state."""
-        wrapped(self).set_extra_state(state)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the wrapped module alone: what wraps it belongs to one set of storages."""
         return copy.deepcopy(wrapped(self), memo)
@@ -200,12 +184,6 @@ class Wrapper(torch.nn.Module):
     def __reduce__(self) -> Any:
         """Pickled as the wrapped module."""
         return _unwrapped, (wrapped(self),)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        wrapped(self)._save_to_state_dict(*args)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        wrapped(self)._load_from_state_dict(*args)
 
 
 class _Overridable:
@@ -233,6 +211,24 @@ class _Overridable:
         return method
 
 
+def _forwarding(name: str) -> Any:
+    @functools.wraps(getattr(torch.nn.Module, name))
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(wrapped(self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "state_dict",
+    "load_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+):
+    setattr(Wrapper, _name, _forwarding(_name))
+
 for _name, _method in vars(torch.nn.Module).items():
     if (
         not _name.startswith("_")
@@ -244,8 +240,7 @@ for _name, _method in vars(torch.nn.Module).items():
 
 def wrapped(wrapper: Wrapper) -> torch.nn.Module:
     """The module that `wrapper` stands for, whatever names that has."""
-    module: torch.nn.Module = vars(wrapper)[_MODULE]
-    return module
+    return cast(torch.nn.Module, vars(wrapper)[_MODULE])
 
 
 def control_of(wrapper: Wrapper) -> Any:

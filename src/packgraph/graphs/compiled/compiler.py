@@ -20,7 +20,7 @@ nothing stands between autograd and the code.
 
 Each segment of a call has graphs of its own. Its backward adds to `.grad` of weights that no other
 segment uses, and returns the gradients of all others, which autograd adds up. Eager calls of the
-same code count uses (`ForwardUses`) and do the same, so both add in one order.
+same code count uses (`WeightUses`) and do the same, so both add in one order.
 """
 
 import contextlib
@@ -195,34 +195,16 @@ def _line(node: torch.fx.Node) -> str:
     return traced_line(node.stack_trace)
 
 
-class ForwardUses:
-    """Weights that a forward uses, by address, and their segments."""
-
-    def __init__(self) -> None:
-        self._segment = 0
-        self._uses: set[tuple[int, int]] = set()
-
-    def next_segment(self) -> None:
-        """The next segment of the call begins."""
-        self._segment += 1
-
-    def use(self, addresses: set[int]) -> None:
-        """A piece uses these weights."""
-        self._uses |= {(address, self._segment) for address in addresses}
-
-    def summed(self) -> set[int]:
-        """Weights of several segments."""
-        segments = Counter(address for address, _ in self._uses)
-        return {address for address, count in segments.items() if count > 1}
-
-
 class WeightUses:
-    """now: the forward that is counted, None where nobody counts. draws: how often code was called
-    that draws random numbers."""
+    """Weights that a forward uses, by address, and their segments.
+
+    now: of the forward that is counted, None where nobody counts. segment: which of its segments
+    runs. draws: how often code was called that draws random numbers.
+    """
 
     def __init__(self) -> None:
-        self.now: ForwardUses | None = None
-        self.draws = 0
+        self.now: set[tuple[int, int]] | None = None
+        self.segment = self.draws = 0
 
     def note_drawing(self, arguments: Sequence[Any]) -> None:
         """Such code is called, and draws random numbers."""
@@ -232,7 +214,8 @@ class WeightUses:
     def note(self, arguments: Sequence[Any]) -> None:
         """A forward's code is called; one that a backward makes again uses what it has used."""
         if self.now is not None and not in_backward():
-            self.now.use({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
+            used = (x for x in arguments if isinstance(x, torch.nn.Parameter))
+            self.now |= {(weight.data_ptr(), self.segment) for weight in used}
 
 
 BACKENDS = ("inductor", "aot_eager")
@@ -306,8 +289,7 @@ class Compiler:
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
         """Run the stages of a segment on `state`. Raises CaptureError at the user's line for what
         cannot be compiled."""
-        if self._uses.now is not None:
-            self._uses.now.next_segment()
+        self._uses.segment += 1
         opened = {
             key: OpenBatch.of(value)
             for key, value in state.items()
@@ -402,15 +384,15 @@ class Compiler:
     def counting(self) -> Iterator[None]:
         """Within the block, one forward, it is found out which weights' gradients autograd adds up;
         backwards look it up."""
-        outside, forward = self._uses.now, ForwardUses()
-        self._uses.now = forward
+        uses, forward = self._uses, set[tuple[int, int]]()
+        outside = uses.now, uses.segment  # a forward made again in its backward counts for itself
+        uses.now, uses.segment = forward, 0
         try:
             yield
-            self._shared |= forward.summed()
+            segments = Counter(address for address, _ in forward)
+            self._shared |= {address for address, count in segments.items() if count > 1}
         finally:
-            self._uses.now = (
-                outside  # a forward that is made again in its backward counts for itself
-            )
+            uses.now, uses.segment = outside
 
 
 def _code_of(

@@ -152,15 +152,13 @@ class CudaWindow:
             told_as_in_eager_calls(),
         ):
             pool.begin(graph)
-            ended = False
             try:
                 result = run()
                 self.copy_streams.join()
                 graph.capture_end()
-                ended = True
-            finally:
-                if not ended:
-                    self._abandon(graph, pool)
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
         holder = CudaGraph(graph, pool, self)
         self.graphs.append(holder)
         self._waiting.append(holder)

@@ -98,12 +98,18 @@ class RecorderPool:
     def place(self, blocks: list[RecordedStorage]) -> list[tuple[torch.Tensor, int] | None]:
         """(segment, offset) for every dead block, None for those still referenced; grows the pool
         as needed."""
-        sizes = [segment.numel() for segment in self.segments]
-        chosen, added = place_blocks(
-            sizes, [(block.nbytes, block.birth, block.death) for block in blocks]
-        )
-        if added:
-            self.segments.append(torch.full((added,), POISON, dtype=torch.uint8))
+        plans = [Segment(segment.numel()) for segment in self.segments] + [Segment(None)]
+        chosen: list[tuple[int, int] | None] = []
+        for block in blocks:
+            found = None
+            for index, plan in enumerate(plans if block.death is not None else ()):
+                offset = plan.place(block)
+                if offset is not None:
+                    found = (index, offset)
+                    break
+            chosen.append(found)
+        if plans[-1].top:
+            self.segments.append(torch.full((plans[-1].top,), POISON, dtype=torch.uint8))
         return [None if c is None else (self.segments[c[0]], c[1]) for c in chosen]
 
 
@@ -122,10 +128,12 @@ class Segment:
     used: list[tuple[int, int, int]] = field(default_factory=list)
     top: int = 0
 
-    def place(self, nbytes: int, birth: int, death: int) -> int | None:
-        """The offset of a block, or None where it does not fit. Blocks must come in the order of
-        their births."""
-        self.used = [block for block in self.used if block[2] > birth]
+    def place(self, block: RecordedStorage) -> int | None:
+        """The offset of a dead block, or None where it does not fit. Blocks must come in the order
+        of their births."""
+        nbytes, death = max(ALIGNMENT, -(-block.nbytes // ALIGNMENT) * ALIGNMENT), block.death
+        assert death is not None
+        self.used = [other for other in self.used if other[2] > block.birth]
         offset = 0
         for start, end, _ in self.used:
             if offset + nbytes <= start:
@@ -136,29 +144,6 @@ class Segment:
         bisect.insort(self.used, (offset, offset + nbytes, death))
         self.top = max(self.top, offset + nbytes)
         return offset
-
-
-def place_blocks(
-    sizes: Sequence[int], blocks: Sequence[tuple[int, int, int | None]]
-) -> tuple[list[tuple[int, int] | None], int]:
-    """(segment, offset) of every block, and the bytes of the segment that must be added (0 = none).
-
-    sizes: of the segments there are, all free. blocks: (bytes, birth, death); those that outlive
-    the capture (death None) are not placed. A segment numbered len(sizes) is the one to add.
-    """
-    plans = [Segment(size) for size in sizes] + [Segment(None)]
-    chosen: list[tuple[int, int] | None] = []
-    for nbytes, birth, death in blocks:
-        found = None
-        if death is not None:
-            rounded = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-            for index, plan in enumerate(plans):
-                offset = plan.place(rounded, birth, death)
-                if offset is not None:
-                    found = (index, offset)
-                    break
-        chosen.append(found)
-    return chosen, plans[-1].top
 
 
 # Beside copy streams: gathers, reductions and receives run as late as they may.
@@ -480,10 +465,6 @@ class RecorderWindow:
         self._transfers.append(work)
         return len(self._transfers) - 1
 
-    def number_of(self, work: Any) -> int | None:
-        """The number of a transfer that was started in this window."""
-        return next((number for number, known in enumerate(self._transfers) if known is work), None)
-
     def operand(self, tensor: Any) -> Any:
         """The symbolic name of `tensor`, or a strong reference when it comes from outside; what is
         none is left."""
@@ -554,7 +535,8 @@ class RecorderWindow:
             nodes.append(_Node(effect, None, [], []))
 
         def waited(work: Any) -> None:
-            nodes.append(_Node(_Wait(self.number_of(work)), None, [], []))
+            numbers = (n for n, known in enumerate(self._transfers) if known is work)
+            nodes.append(_Node(_Wait(next(numbers, None)), None, [], []))
 
         with (
             capturing_copy_streams(self.copy_streams),
