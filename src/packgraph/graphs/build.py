@@ -317,13 +317,12 @@ class VariantBuild:
             for static, out in zip(forward.statics, forward.outputs, strict=True)
         ]
         owned, returned = self._classify(forward.parameters)
-        refuse_late_gradients(returned, self.program.describe(forward.run))
         later = [alias for alias in returned if self.last_use[id(alias)] > index]
-        refuse_other_sums(later, forward.outputs, self.program.describe(forward.run))
-        refuse_shared_copies(returned, self._users(), self.program.describe(forward.run))
+        name = self.program.describe(forward.run)
+        _refuse_sums(name, forward.outputs, returned, later, self._users())
         region = Region(
             index,
-            self.program.describe(forward.run),
+            name,
             forward.graph,
             forward.inputs,
             outputs,
@@ -609,9 +608,29 @@ def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name:
         )
 
 
-def refuse_late_gradients(returned: list[torch.nn.Parameter], name: str) -> None:
-    """Raise CaptureError where captured code, called `name`, hands gradients to autograd that it
-    has to send to other ranks. returned: parameters of which it does."""
+def _refuse_sums(
+    name: str,
+    outputs: list[torch.Tensor],
+    returned: list[torch.nn.Parameter],
+    later: list[torch.nn.Parameter],
+    users: Mapping[int, int],
+) -> None:
+    """Raises CaptureError where captured code would hand gradients to autograd that are summed
+    otherwise than in eager calls.
+
+    Those of a sharded parameter have to be sent to other ranks by the graph. Those of a parameter
+    that it uses several times, and later parts of the call, too, it would add up first, while
+    autograd adds each to what has come before. Those of a DTensor that is whole on all ranks are
+    shares of a sum over ranks (`Partial`): of several parts, added to a `.grad` that is there, they
+    have other bits in replays than in eager backwards.
+
+    Args:
+        name: Of the code.
+        outputs: Its outputs.
+        returned: Parameters whose gradients go through autograd.
+        later: Those of them that a later part of the call uses, too: its backward comes before.
+        users: Number of users of each, by identity.
+    """
     late = next((parameter for parameter in returned if is_sharded(parameter)), None)
     if late is not None:
         raise CaptureError(
@@ -620,19 +639,8 @@ def refuse_late_gradients(returned: list[torch.nn.Parameter], name: str) -> None
             user_line(),
             "capture the whole layer as one segment, without hooks on its parameters",
         )
-
-
-def refuse_other_sums(
-    parameters: list[torch.nn.Parameter], outputs: list[torch.Tensor], name: str
-) -> None:
-    """Raise CaptureError where captured code, called `name`, uses one of `parameters` several
-    times: its graph adds these gradients up first, autograd adds each to what has come before, and
-    the bits are others.
-
-    parameters: those that a later part of the call uses, too, so that its backward comes before.
-    """
-    readers = summed_gradients(outputs) if parameters else {}
-    several = next((one for one in parameters if readers.get(id(one), 0) > 1), None)
+    readers = summed_gradients(outputs) if later else {}
+    several = next((one for one in later if readers.get(id(one), 0) > 1), None)
     if several is not None:
         raise CaptureError(
             f"{name} uses a parameter of shape {list(several.shape)} {readers[id(several)]} times, "
@@ -640,18 +648,6 @@ def refuse_other_sums(
             user_line(),
             "capture both as one segment, or the uses as segments of their own",
         )
-
-
-def refuse_shared_copies(
-    returned: list[torch.nn.Parameter], users: Mapping[int, int], name: str
-) -> None:
-    """Raise CaptureError where captured code, called `name`, shares a DTensor that is whole on all
-    ranks with other parts of the call.
-
-    Its gradients are shares of a sum over ranks (`Partial`). Those of several parts, added to a
-    `.grad` that is there, have other bits in replays than in eager backwards. returned: parameters
-    whose gradients go through autograd. users: of each, by identity.
-    """
     for parameter in returned:
         copied = isinstance(parameter, DTensor) and all(
             placement.is_replicate() for placement in parameter.placements

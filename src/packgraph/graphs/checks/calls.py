@@ -6,19 +6,17 @@ copy, which the graph makes on the device. Other numbers than in the dry run are
 plain numbers in lists and tuples are taken: an array may change where nobody looks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
 
-from packgraph.graphs.checks.host_sync import CodeWatcher, FunctionWatcher, shapes_only
+from packgraph.graphs.checks.host_sync import CaptureChecker, FunctionWatcher, Journal
 from packgraph.graphs.checks.operations import (
-    PLAIN_TENSORS,
-    flat,
+    Operation,
     operands_of,
-    operation_of,
     storages,
     tensors_of,
 )
@@ -163,7 +161,7 @@ class DryRun(NamedTuple):
 Place = tuple[int, int]  # storage and address
 
 
-class Uses(CodeWatcher):
+class Uses(CaptureChecker):
     """Watches the operations of one captured graph.
 
     Attributes:
@@ -178,8 +176,8 @@ class Uses(CodeWatcher):
 
     def __init__(self, made: set[int]) -> None:
         """made: Storages that were made in the same window; those of this graph are added."""
-        super().__init__()
-        self._made = made
+        super().__init__(Journal(), refuse=False, device=None)
+        self.made = made
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
         self.uncounted: set[Place] = set()
@@ -187,17 +185,14 @@ class Uses(CodeWatcher):
         self.addresses: set[int] = set()
         self.draws = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and not PLAIN_TENSORS.issuperset(types):
-            return func(*args, **kwargs) if shapes_only(types) else NotImplemented
-        operation = operation_of(func)
-        if operation is None:
-            return func(*args, **kwargs)
+    def _before(
+        self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Set[int]:
         self.draws = self.draws or operation.draws
         operands = operands_of(args, kwargs)
+        given = storages(operands).keys()
         if not operation.is_view:
-            self.storages.update(storages(operands))
+            self.storages.update(given)
             self._note(self.reads, operands)
         if written := operation.written_of(args, kwargs):
             self._note(self.writes, written)
@@ -208,13 +203,11 @@ class Uses(CodeWatcher):
             self.addresses.update(
                 tensor.data_ptr() for tensor in written if tensor.layout is torch.strided
             )
-        result = func(*args, **kwargs)
-        self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
-        return result
+        return given
 
     def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
         for tensor in tensors_of(values):
-            if tensor.layout is not torch.strided or (cdata := storage_id(tensor)) in self._made:
+            if tensor.layout is not torch.strided or (cdata := storage_id(tensor)) in self.made:
                 continue
             if (place := (cdata, tensor.data_ptr())) in found:
                 continue

@@ -228,10 +228,9 @@ class Draws:
         """Run an operation of the capture's code that may draw, with private random numbers."""
         if self._rewound and self._captured and operation.draws:
             raise _drawn_again()
-        if not operation.moves:
-            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
-            if drawn is not None:
-                return drawn[0](*drawn[1], **drawn[2])
+        privately = _with_generator(operation, args, kwargs, self._private_for)
+        if privately is not None:
+            return privately()
         with self._moving(self._torch):
             before = [_read(generator) for generator in self._rewound.values()]
             result = operation.function(*args, **kwargs)
@@ -239,15 +238,8 @@ class Draws:
                 raise _drawn_again()
         return result
 
-    def _private_for(
-        self, generator: torch.Generator | None, device: torch.device
-    ) -> torch.Generator | None:
-        """The capture's own copy of a generator, the default one of the device if None; None if
-        there is none."""
-        if generator is None:
-            generator = _default_generator(device)
-        if generator is None:
-            return None
+    def _private_for(self, generator: torch.Generator) -> torch.Generator:
+        """The capture's own copy of a generator."""
         key = identity(generator)  # the dispatcher makes a new object for the same one
         if key not in self._private:
             self._private[key] = (generator, generator.clone_state())
@@ -367,22 +359,17 @@ class Redraw:
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the forward that may draw."""
-        if not operation.moves:
-            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
-            if drawn is not None:
-                return drawn[0](*drawn[1], **drawn[2])
+        privately = _with_generator(
+            operation, args, kwargs, lambda generator: self._private.get(identity(generator))
+        )
+        if privately is not None:
+            return privately()
         with self._moved(_drawing_devices(operation, args, kwargs)):
             return operation.function(*args, **kwargs)
 
     def states(self) -> list[torch.Tensor]:
         """States of the private generators."""
         return [generator.get_state() for generator in self._private.values()]
-
-    def _private_for(
-        self, generator: torch.Generator | None, device: torch.device
-    ) -> torch.Generator | None:
-        generator = _default_generator(device) if generator is None else generator
-        return None if generator is None else self._private.get(identity(generator))
 
     @contextlib.contextmanager
     def _moved(self, devices: set[str] | None) -> Iterator[None]:
@@ -477,35 +464,30 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 
 def _with_generator(
-    function: Any,
+    operation: Operation,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    private: Callable[[torch.Generator | None, torch.device], torch.Generator | None],
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The call with a private generator; None if the operation takes none."""
-    given = next(
-        (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)), None
-    )
-    tensor = next(
-        (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None
-    )
+    private: Callable[[torch.Generator], torch.Generator | None],
+) -> Callable[[], Any] | None:
+    """The call with a private generator in place of the one that it names or defaults to; None if
+    the operation takes none, or there is none."""
+    taking = None if operation.moves else _taking_generator(operation.function)
+    if taking is None:
+        return None
+    given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
+    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
     device = kwargs.get("device") or (tensor.device if tensor is not None else torch.device("cpu"))
-    taking = _taking_generator(function)
-    generator = private(given, torch.device(device)) if taking is not None else None
+    real = _default_generator(torch.device(device)) if given is None else given
+    generator = None if real is None else private(real)
     if generator is None:
         return None
-    index = (
-        next((i for i, value in enumerate(args) if value is given), None)
-        if given is not None
-        else None
-    )
-    if index is not None:
-        return taking, (*args[:index], generator, *args[index + 1 :]), kwargs
-    names = [argument.name for argument in schema_of(taking).arguments]
-    if names.index("generator") < len(args):  # None was given by position
-        place = names.index("generator")
-        return taking, (*args[:place], generator, *args[place + 1 :]), kwargs
-    return taking, args, {**kwargs, "generator": generator}
+    # None may have been given by position.
+    place = next((i for i, value in enumerate(args) if given is not None and value is given), None)
+    if place is None:
+        place = _names(taking).index("generator")
+    if place < len(args):
+        return partial(taking, *args[:place], generator, *args[place + 1 :], **kwargs)
+    return partial(taking, *args, **{**kwargs, "generator": generator})
 
 
 _TAKING: dict[Any, Any] = {}
