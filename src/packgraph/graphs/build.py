@@ -320,6 +320,19 @@ class VariantBuild:
         later = [alias for alias in returned if self.last_use[id(alias)] > index]
         name = self.program.describe(forward.run)
         _refuse_sums(name, forward.outputs, returned, later, self._users())
+        made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
+        readers = readers_of_results(list(made.values()))
+        patterns, summed = self._patterns(index, forward)
+        backwards: dict[Pattern, Backward] = {}
+        later_reads: dict[Place, torch.Tensor] = {}
+        read = set[int]()
+        for number, pattern in enumerate(patterns):
+            backwards[pattern], reads, storages = self._capture_pattern(
+                index, forward, pattern, owned, returned, again=number + 1 < len(patterns)
+            )
+            later_reads |= reads
+            read |= storages
+        device_type = self.slot.backend.device_type
         region = Region(
             index,
             name,
@@ -328,33 +341,16 @@ class VariantBuild:
             outputs,
             forward.facts,
             forward.entries,
-            self._context(forward, {}),
+            self._context(forward, later_reads, read),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
-            (self.slot.backend.device_type, kernel_settings(self.slot.backend.device_type)),
-            CallModes.now(self.slot.backend.device_type),
+            (device_type, kernel_settings(device_type)),
+            CallModes.now(device_type),
             [self.aliases.parameter_of[id(a)] for a in returned],
+            backwards,
+            summed,
+            sorted({list(made)[place] for _, read in readers for _, place in read}),
+            [number for number, out in enumerate(forward.outputs) if storage_of(out) in read],
         )
-        made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
-        readers = readers_of_results(list(made.values()))
-        region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
-        patterns = self._patterns(index, forward, region)
-        later_reads: dict[Place, torch.Tensor] = {}
-        read_inputs = set[int]()
-        for number, pattern in enumerate(patterns):
-            region.backwards[pattern], reads, storages = self._capture_pattern(
-                index, forward, pattern, owned, returned, again=number + 1 < len(patterns)
-            )
-            later_reads |= reads
-            read_inputs |= storages
-        region.context = self._context(forward, later_reads)
-        region.context.inputs = [
-            number
-            for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
-            if entry.buffer is not None and storage_of(leaf) in read_inputs
-        ]
-        region.saved = [
-            number for number, out in enumerate(forward.outputs) if storage_of(out) in read_inputs
-        ]
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {
             key: origin for key, origin in self.origins.items() if origin.producer != index
@@ -368,8 +364,10 @@ class VariantBuild:
         )
         return region
 
-    def _context(self, forward: _Forward, later: dict[Place, torch.Tensor]) -> Context:
-        """later: what backwards read from outside."""
+    def _context(
+        self, forward: _Forward, later: dict[Place, torch.Tensor], read: set[int]
+    ) -> Context:
+        """later: what backwards read from outside. read: storages of all that they read."""
         slot = {storage_of(leaf) for leaf in forward.leaves}
         reads = self._originals(
             {place: t for place, t in forward.uses.reads.items() if place[0] not in slot}
@@ -400,6 +398,13 @@ class VariantBuild:
             list(writes.values()),
             list(counted.values()),
             generators,
+            [
+                number
+                for number, (entry, leaf) in enumerate(
+                    zip(forward.inputs, forward.leaves, strict=True)
+                )
+                if entry.buffer is not None and storage_of(leaf) in read
+            ],
             compiled=self.program.compiles,
             asks_later=self.dry_run.guards.recomputes or runs_python(forward.outputs),
         )
@@ -423,20 +428,21 @@ class VariantBuild:
             originals.update((id(original), original) for original in chosen or [tensor])
         return originals
 
-    def _patterns(self, index: int, forward: _Forward, region: Region) -> list[Pattern]:
+    def _patterns(self, index: int, forward: _Forward) -> tuple[list[Pattern], bool]:
         """The patterns of gradients to capture backwards for: those that were learned, or what is
-        expected."""
+        expected; and whether autograd has to add up gradients of an output."""
         expected: list[Layout | None] = []
-        for number, output in enumerate(region.outputs):
+        summed = False
+        for number, output in enumerate(forward.outputs):
             later = self.arriving[(index, number)]
             exposed = (index, number) in self.exposed
-            region.summed = region.summed or len({reader for reader, _, _ in later}) + exposed > 1
+            summed = summed or len({reader for reader, _, _ in later}) + exposed > 1
             layout: Layout | None = None
-            if output.differentiable and later:
+            if output.requires_grad and later:
                 layout = layout_of(later[0][1])
-            elif output.differentiable and exposed:
+            elif output.requires_grad and exposed:
                 known = self.exposed[(index, number)]
-                layout = layout_of(forward.outputs[number]) if known is None else known
+                layout = layout_of(output) if known is None else known
             expected.append(layout)
         learned = [
             pattern for pattern in self.gradients.known(index) if len(pattern) == len(expected)
@@ -444,7 +450,8 @@ class VariantBuild:
         patterns = learned or [tuple(expected)]
         # Compiled code gives up what it has saved in its first backward.
         patterns = patterns[-1:] if self.program.compiles else patterns
-        return [pattern for pattern in patterns if any(layout is not None for layout in pattern)]
+        patterns = [each for each in patterns if any(layout is not None for layout in each)]
+        return patterns, summed
 
     def _capture_pattern(
         self,
