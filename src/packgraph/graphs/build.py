@@ -211,13 +211,9 @@ class VariantBuild:
                 self.used_eagerly.add(id(leaf))
                 self.last_use[id(leaf)] = index
             self._expose(leaf)
-        return self._cut(result, state)
-
-    def _cut(self, result: State, before: State) -> State:
-        """Detach what an eager stage made; what it handed through keeps its identity."""
-        return detached_state(
-            result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)}
-        )
+        # What it made is detached; what it handed through keeps its identity.
+        made, given = tree_leaves(result), tree_leaves(state)
+        return detached_state(result, {id(leaf) for leaf in made}, {id(leaf) for leaf in given})
 
     def captured(self, index: int, run: Run, state: State) -> State:
         """Capture the forward of a run."""
@@ -316,10 +312,14 @@ class VariantBuild:
             Output(static, out.requires_grad)
             for static, out in zip(forward.statics, forward.outputs, strict=True)
         ]
-        owned, returned = self._classify(forward.parameters)
+        users, original = self._users(), self.aliases.parameter_of
+        owned, returned = list[Any](), list[Any]()
+        for alias in forward.parameters:
+            alone = users[id(alias)] == 1 and not has_hooks(original[id(alias)])
+            (owned if alone else returned).append(alias)
         later = [alias for alias in returned if self.last_use[id(alias)] > index]
         name = self.program.describe(forward.run)
-        _refuse_sums(name, forward.outputs, returned, later, self._users())
+        _refuse_sums(name, forward.outputs, returned, later, users)
         made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
         readers = readers_of_results(list(made.values()))
         patterns, summed = self._patterns(index, forward)
@@ -342,10 +342,10 @@ class VariantBuild:
             forward.facts,
             forward.entries,
             self._context(forward, later_reads, read),
-            ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
+            ParameterEdge([original[id(a)] for a in owned]),
             (device_type, kernel_settings(device_type)),
             CallModes.now(device_type),
-            [self.aliases.parameter_of[id(a)] for a in returned],
+            [original[id(a)] for a in returned],
             backwards,
             summed,
             sorted({list(made)[place] for _, read in readers for _, place in read}),
@@ -537,18 +537,6 @@ class VariantBuild:
                 )
                 incoming[number] = buffer, Owned(buffer)
         return incoming
-
-    def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits parameters into those the backward graph accumulates itself, and those that return
-        their gradient through autograd."""
-        users = self._users()
-        owned = [
-            a
-            for a in aliases
-            if users[id(a)] == 1 and not has_hooks(self.aliases.parameter_of[id(a)])
-        ]
-        taken = {id(a) for a in owned}
-        return owned, [a for a in aliases if id(a) not in taken]
 
     def _users(self) -> Counter[int]:
         """Counts the parts of the call that use each alias, by its identity: segments, and eager

@@ -15,7 +15,7 @@ on it.
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -61,9 +61,6 @@ class Captured(Protocol):
 
     def reset(self) -> None:
         """Frees the graphs."""
-
-
-AnyCaptured = TypeVar("AnyCaptured", bound=Captured)
 
 
 class GraphCache:
@@ -112,9 +109,7 @@ class GraphCache:
         """Lets failed keys be captured again, except for those that always fail in one way."""
         self.failed &= {key for (key, _), tries in self._failures.items() if tries >= MAX_TRIES}
 
-    def capture(
-        self, call: Signature, slot: Slot, capture: Callable[[], AnyCaptured]
-    ) -> AnyCaptured:
+    def capture(self, call: Signature, slot: Slot, capture: Callable[[], Captured]) -> None:
         """Captures a call into a slot; what is larger than the slot drops its other graphs.
 
         Raises:
@@ -129,7 +124,6 @@ class GraphCache:
         self._stats.dropped(_LARGER, slot.forget_smaller(call.key))
         self._stats.captured += made.segments
         self._stats.capture_seconds += time.perf_counter() - started
-        return made
 
     def evict(self, key: Hashable, slot: Slot, reason: str) -> None:
         """Frees the graphs of `key` in `slot`, if there are any, counted under `reason`."""

@@ -334,10 +334,12 @@ class Capturer:
     def _capture(
         self, call: Signature, slot: Slot, about: CapturedCall, reference: Reference | None
     ) -> Variant:
-        executes = self._backend.guard_device is None
-        if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
-            let_go(self._buffers.all(), self._slots.launches)
-        with self._slots.launches.during_capture(executes):
+        # In memory that slots share? Then launches wait, and other backwards may add to `.grad`.
+        executes, launches = self._backend.guard_device is None, self._slots.launches
+        if executes and launches.shared:
+            let_go(self._buffers.made.values(), launches)
+        launches.follow()
+        with launches if executes else contextlib.nullcontext():
             self.compile(call, about.args, about.kwargs)
             seen = dry_run(about)
             if reference is not None:  # in between: a capture has room for itself alone

@@ -1,8 +1,8 @@
-"""Arguments of `packgraph.graph`, and the choices they make: the backend that serves a module, the
-compiler of its stages, and the copy streams that copy beside eager work."""
+"""Choices that arguments of `packgraph.graph` make: the backend that serves a module, the compiler
+of its stages, and the copy streams that copy beside eager work."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,39 +11,8 @@ from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.cuda.backend import CudaBackend
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.packing.capacity import Capacity
-
-
-class Asked(NamedTuple):
-    """The arguments of `packgraph.graph`, which explains them."""
-
-    capacities: Capacity | Iterable[Capacity] | None
-    backend: str
-    warmup: int
-    slots: int | None
-    strict: bool
-    scope: Iterable[str] | None
-    granularity: str
-    compile: bool | str | Mapping[str, Any]
-    compare_every: int
-    trust: bool
-
-    def check(self) -> None:
-        """Raises ValueError for what makes no sense."""
-        if self.trust and self.compile:
-            raise ValueError(
-                "trust=True is for modules that PyTorch's tracer cannot read, and compile=True "
-                "reads them: leave out one of the two"
-            )
-        fits = self.slots is None or self.slots >= 1
-        if self.warmup < 0 or self.compare_every < 0 or not fits:
-            raise ValueError(
-                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
-                f"warmup={self.warmup}, compare_every={self.compare_every}, slots={self.slots}"
-            )
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:
@@ -80,7 +49,7 @@ def make_copy_streams(device: torch.device) -> CopyStreams:
     return EmulatedCopyStreams(set())
 
 
-def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:
+def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> Any:
     """Chooses what compiles stages: True is torch's `inductor`, a mapping holds options for it,
     False is no compiler.
 

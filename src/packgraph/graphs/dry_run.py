@@ -74,14 +74,10 @@ def compile_ahead(call: CapturedCall) -> None:
         if (
             saved_tensors.are_watched()
         ):  # by a checkpoint, say, which is not to see what this run saves beside the call
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         assert call.program.compiler is not None, "compiled code is compiled"
         stack.enter_context(call.program.compiler.counting())
         _once(call, lambda work: work())
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _once(call: CapturedCall, how: Any) -> DryRun:

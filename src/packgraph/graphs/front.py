@@ -196,17 +196,14 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
 def _noting_ends() -> Iterator[list[Any]]:
     """Notes the callbacks by which guards learn in the block that an object is gone. Those on what
     lives as long as the process would keep the trace with it."""
-    made, own = list[Any](), torch._dynamo.guards.weakref
+    made = list[Any]()
 
     def finalize(*args: Any) -> None:
         made.append(weakref.finalize(*args))
 
-    shown: Any = SimpleNamespace(**vars(own) | {"finalize": finalize})
-    torch._dynamo.guards.weakref = shown
-    try:
+    shown = SimpleNamespace(**vars(weakref) | {"finalize": finalize})
+    with _substituted({(torch._dynamo.guards, "weakref"): lambda _: shown}):
         yield made
-    finally:
-        torch._dynamo.guards.weakref = own
 
 
 def _not_run(*inputs: Any) -> tuple[()]:

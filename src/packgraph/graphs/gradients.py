@@ -155,18 +155,14 @@ class GradientBuffers:
     def __init__(
         self, launches: Launches | None = None, homes: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        self._buffers: dict[int, GradientBuffer] = {}
+        self.made: dict[int, GradientBuffer] = {}  # by identity of the parameter
         self._launches, self._homes = launches, homes or {}
-
-    def all(self) -> list[GradientBuffer]:
-        """The buffers."""
-        return list(self._buffers.values())
 
     def present(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Returns the tensor that gradients of `parameter` are added to now: its buffer, or what
         that will be made of; None if that is new memory."""
-        if id(parameter) in self._buffers:
-            return self._buffers[id(parameter)].shown
+        if id(parameter) in self.made:
+            return self.made[id(parameter)].shown
         shared = self._launches is not None and self._launches.shared
         return None if shared else self._homes.get(id(parameter), parameter.grad)
 
@@ -178,13 +174,13 @@ class GradientBuffers:
         `.grad` at the first backward. Where several threads train, no `.grad` is a buffer (see
         `let_go`).
         placements: of eager gradients, if they are DTensors."""
-        if id(parameter) not in self._buffers:
+        if id(parameter) not in self.made:
             shown = self.present(parameter)
             if shown is None:
                 zeros = torch.zeros_like(local_tensor(parameter), dtype=gradient_dtype(parameter))
                 shown = with_local(parameter, zeros, placements)
-            self._buffers[id(parameter)] = GradientBuffer(parameter, shown)
-        return self._buffers[id(parameter)]
+            self.made[id(parameter)] = GradientBuffer(parameter, shown)
+        return self.made[id(parameter)]
 
 
 @torch.no_grad()

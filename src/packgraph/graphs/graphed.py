@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,7 @@ from packgraph.graphs.checks.unsupported import (
     find_unsupported,
     unsupported_error,
 )
-from packgraph.graphs.choose import Asked, choose_backend, choose_compiler
+from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.key import Signature, call_key, signature, undeclared
@@ -39,7 +40,7 @@ from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.program import Program, open_objects
 from packgraph.graphs.replay import ReplayHandle, Variant
-from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
+from packgraph.graphs.slots import Calls, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
 from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
@@ -109,10 +110,18 @@ def graph(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    options = strict, scope, granularity, compile, compare_every, trust
-    asked = Asked(capacities, backend, warmup, slots, *options)
-    asked.check()
-    return GraphedModule(module, Control(module, asked))
+    if trust and compile:
+        raise ValueError(
+            "trust=True is for modules that PyTorch's tracer cannot read, and compile=True "
+            "reads them: leave out one of the two"
+        )
+    if warmup < 0 or compare_every < 0 or (slots is not None and slots < 1):
+        raise ValueError(
+            "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
+            f"warmup={warmup}, compare_every={compare_every}, slots={slots}"
+        )
+    options = warmup, slots, strict, scope, granularity, compile, compare_every, trust
+    return GraphedModule(module, Control(module, capacities, backend, *options))
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -167,22 +176,35 @@ class Control:
             a failure of one is a failure of all.
     """
 
-    def __init__(self, module: torch.nn.Module, asked: Asked) -> None:
-        self.module, warmup = module, asked.warmup
-        self.capacities = () if asked.capacities is None else read_capacities(asked.capacities)
-        self._notices = Notices(type(module).__name__, asked.strict, warmup)
-        self.stats = Stats(trusted=asked.trust, _notice=self._notices.fell_back)
-        reader = TrustingReader(module) if asked.trust else None
-        compiler = choose_compiler(asked.compile, self.stats)
-        program = Program(module, asked.scope, asked.granularity, compiler, reader)
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        capacities: Capacity | Iterable[Capacity] | None,
+        backend: str,
+        warmup: int,
+        slots: int | None,
+        strict: bool,
+        scope: Iterable[str] | None,
+        granularity: str,
+        compile: bool | str | Mapping[str, Any],
+        compare_every: int,
+        trust: bool,
+    ) -> None:
+        """Takes the arguments of `graph`."""
+        self.module = module
+        self.capacities = () if capacities is None else read_capacities(capacities)
+        self._notices = Notices(type(module).__name__, strict, warmup)
+        self.stats = Stats(trusted=trust, _notice=self._notices.fell_back)
+        reader = TrustingReader(module) if trust else None
+        program = Program(module, scope, granularity, choose_compiler(compile, self.stats), reader)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self._backend: Backend = choose_backend(
-            asked.backend, self.device, module_generators(module)
-        )
-        self._slots = Slots(self._backend, self.device, asked.slots)
+        self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
+        self._slots = Slots(self._backend, self.device, slots)
         self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
-        self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
+        self._output_gradients = OutputGradients(
+            partial(_count, self._notices, self.stats.fallbacks)
+        )
         self._lock = threading.RLock()  # of what is noted here; not held while the module runs
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
         self._capturer = Capturer(
@@ -193,7 +215,7 @@ class Control:
             self._output_gradients,
             self.stats,
             self._notices,
-            asked.compare_every,
+            compare_every,
         )
         self.consensus = consensus_of(module)
         self._closed = False
@@ -527,9 +549,19 @@ class Control:
             leases = self._slots.reserve(slots or self._slots.limit or 1)
             for lease in leases:
                 held.callback(lease.release)
+            busy = CaptureError(
+                fallback.BUSY, user_line(), "build graphs before other threads call the module"
+            )
             for lease, (call, args) in itertools.product(leases, calls):
-                if call.key not in self._capturer.cache.failed:
-                    self._build(call, lease.slot, args)
+                if call.key in self._capturer.cache.failed:
+                    continue
+                try:
+                    what = call_name(self.module, args)
+                    with self._calls.capture() as free:
+                        refused = None if free else busy
+                        self._capturer.captured(call, lease.slot, args, {}, what, refused)
+                except CaptureError as error:
+                    self._notices.complain(error)
 
     def _may_build(self, reason: str | None) -> bool:
         """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
@@ -545,17 +577,6 @@ class Control:
         if failed is not None and error is None:
             self._notices.complain(failed, fallback.APART, "running eagerly for now")
         return failed is None
-
-    def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        what = call_name(self.module, args)
-        busy = CaptureError(
-            fallback.BUSY, user_line(), "build graphs before other threads call the module"
-        )
-        try:
-            with self._calls.capture() as free:
-                self._capturer.captured(call, slot, args, {}, what, None if free else busy)
-        except CaptureError as error:
-            self._notices.complain(error)
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
@@ -782,15 +803,11 @@ class Control:
             return True
 
 
-def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None]:
+def _count(notices: Notices, fallbacks: Counter[str], reason: str) -> None:
     """`Stats.fell_back` of a module, without the rest of its stats, which hold the graphs'
     memory."""
-
-    def fell_back(reason: str) -> None:
-        notices.fell_back(reason)
-        fallbacks[reason] += 1
-
-    return fell_back
+    notices.fell_back(reason)
+    fallbacks[reason] += 1
 
 
 def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:

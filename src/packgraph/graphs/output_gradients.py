@@ -50,7 +50,7 @@ class KeyGradients:
         self.fell_back, self.shared = fell_back, shared
         self._guessed = False
         self.seen: dict[int, Layout] | None = None
-        self._patterns: dict[int, dict[Pattern, None]] = {}
+        self.patterns: dict[int, dict[Pattern, None]] = {}
 
     def expected(self, leaves: Sequence[Any]) -> dict[int, Layout]:
         """The outputs of a call that will get gradients, by number, and the layouts of those."""
@@ -69,21 +69,17 @@ class KeyGradients:
     def known(self, segment: int) -> list[Pattern]:
         """The patterns that were learned for a segment, oldest first; empty = what is expected will
         do."""
-        return list(self._patterns.get(segment, ()))
+        return list(self.patterns.get(segment, ()))
 
     def learn(self, segment: int, captured: Sequence[Pattern], pattern: Pattern) -> None:
         """Note a pattern for which a segment has no backward. captured: those for which it has
         one."""
-        first = self._guessed and segment not in self._patterns
+        first = self._guessed and segment not in self.patterns
         self.fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
-        known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
+        known = self.patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
             self.version += 1
-
-    def forget(self) -> None:
-        """Forget the patterns that were learned."""
-        self._patterns.clear()
 
 
 class OutputGradients:
@@ -106,7 +102,7 @@ class OutputGradients:
         """Forget the patterns that were learned for segments: the module has changed, and they with
         it."""
         for known in self._keys.values():
-            known.forget()
+            known.patterns.clear()
 
     def watch(self, key: Hashable, result: Any) -> None:
         """Watch which outputs of an eager call get gradients from its caller. key: None = the call

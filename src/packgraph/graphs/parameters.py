@@ -104,7 +104,7 @@ class Aliases:
         self.parameter_of: dict[int, torch.nn.Parameter] = {}
         self.alias_of: dict[int, torch.nn.Parameter] = {}
         self.numbers: dict[int, int] = {}
-        self._use = _Use(threading.get_ident())
+        self.use = _Use(threading.get_ident())
 
     def alias(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The alias of `parameter`; tied parameters share one."""
@@ -114,7 +114,7 @@ class Aliases:
             made.grad_dtype = parameter.grad_dtype
             setattr(made, _STANDS_FOR, parameter)
             if made.requires_grad:
-                made.register_hook(self._use.check)
+                made.register_hook(self.use.check)
             self.numbers[id(made)] = len(self.alias_of)
             self.alias_of[id(parameter)] = made
             self.parameter_of[id(made)] = parameter
@@ -124,10 +124,6 @@ class Aliases:
                 (start, start + max(1, local.numel() * local.element_size()), parameter)
             )
         return self.alias_of[id(parameter)]
-
-    def close(self) -> None:
-        """The build is over: no gradient may come to an alias."""
-        self._use.thread = None
 
 
 class _Use:
@@ -166,7 +162,7 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
                     owner._parameters[name] = aliases.alias(parameter)
         yield aliases
     finally:
-        aliases.close()
+        aliases.use.thread = None  # no gradient may come to an alias from here on
         for owner, name, parameter in replaced:
             owner._parameters[name] = parameter
 

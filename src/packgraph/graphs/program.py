@@ -19,8 +19,7 @@ import contextlib
 import operator
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Protocol
@@ -43,17 +42,6 @@ from packgraph.graphs.stages import (
 from packgraph.packing.batch import PackedBatch
 
 
-class StageCompiler(Protocol):
-    """Runs stages as compiled code (graphs/compiled/compiler.py, loaded only where it is needed:
-    torch takes long)."""
-
-    adds_products: bool
-
-    def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
-
-    def counting(self) -> AbstractContextManager[None]: ...
-
-
 class RunHandler(Protocol):
     """Executes the runs of a program in one way: plain, checked, by capture or by replay."""
 
@@ -67,9 +55,8 @@ class RunHandler(Protocol):
 class Program:
     """The runs of one module under one scope and granularity.
 
-    compiler: what compiles the stages of captured runs; None runs them as they are. volatile:
-    attributes of modules (id of the module, name) that eager stages were seen to assign. assigned:
-    those that captured code would assign, for which a capture was refused.
+    compiler: what compiles the stages of captured runs (graphs/compiled/compiler.py, loaded only
+    where it is needed: torch takes long); None runs them as they are.
     """
 
     def __init__(
@@ -77,7 +64,7 @@ class Program:
         module: torch.nn.Module,
         scope: Iterable[str] | None,
         granularity: str,
-        compiler: StageCompiler | None = None,
+        compiler: Any = None,
         reader: Any = None,
     ) -> None:
         self.module, self.compiler = module, compiler

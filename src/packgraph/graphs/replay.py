@@ -29,7 +29,7 @@ keeps the slot until its sends are done.
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
@@ -125,15 +125,33 @@ class StaticAliases:
         home = self._homes.get(id(tensor))
         return home is not None and home.alias
 
-    def shares(self, tensor: torch.Tensor) -> bool:
+    def shares(self, tensor: Any) -> bool:
         """Returns whether `tensor` may be a view of static memory."""
-        if self.is_alias(tensor):
-            return True
+        if not isinstance(tensor, torch.Tensor) or self.is_alias(tensor):
+            return isinstance(tensor, torch.Tensor)
         storage = tensor.untyped_storage().data_ptr()
         return any(
             h.alias and h.tensor.untyped_storage().data_ptr() == storage
             for h in self._homes.values()
         )
+
+    def cloning(self, is_static: Callable[[Any], bool]) -> Callable[[Any], Any]:
+        """Returns a function of a leaf that clones it, once, where it is static: nobody may keep
+        static memory. One tensor in several places stays one."""
+        clones: dict[int, torch.Tensor] = {}
+
+        def own(leaf: Any) -> Any:
+            if not is_static(leaf):
+                return leaf
+            if id(leaf) not in clones:
+                clone, token = leaf.clone(), self.token(leaf)
+                self.note_copy(leaf, clone)
+                if token is not None:
+                    self.note(clone, token, alias=False)
+                clones[id(leaf)] = clone
+            return clones[id(leaf)]
+
+        return own
 
 
 def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
@@ -763,41 +781,11 @@ class ReplayHandle:
     def eager(self, index: int, run: Run, state: State) -> State:
         """Executes a run eagerly."""
         self._was_eager = True
-        return self.program.run(run, _own_copies(state, self._aliases))
+        own = self._aliases.cloning(self._aliases.is_alias)
+        return self.program.run(run, tree_map(own, state))
 
 
 def _left(result: Any, aliases: StaticAliases) -> Any:
-    """What leaves the call: never static memory, nor a view of it. One tensor in several places
-    stays one."""
-    clones: dict[int, torch.Tensor] = {}
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not aliases.shares(leaf):
-            return leaf
-        if id(leaf) not in clones:
-            clones[id(leaf)] = leaf.clone()
-            aliases.note_copy(leaf, clones[id(leaf)])
-        return clones[id(leaf)]
-
-    if type(result) is torch.Tensor:
-        return own(result)
-    return close_objects(tree_map(own, result))
-
-
-def _own_copies(state: State, aliases: StaticAliases) -> State:
-    """The state for an eager stage: static tensors are cloned, since autograd, or the stage itself,
-    may keep them."""
-    clones: dict[int, Any] = {}
-
-    def own(leaf: Any) -> Any:
-        if not aliases.is_alias(leaf):
-            return leaf
-        if id(leaf) not in clones:
-            clone, token = leaf.clone(), aliases.token(leaf)
-            aliases.note_copy(leaf, clone)
-            if token is not None:
-                aliases.note(clone, token, alias=False)
-            clones[id(leaf)] = clone
-        return clones[id(leaf)]
-
-    return tree_map(own, state)
+    """What leaves the call: never static memory, nor a view of it."""
+    own = aliases.cloning(aliases.shares)
+    return own(result) if type(result) is torch.Tensor else close_objects(tree_map(own, result))

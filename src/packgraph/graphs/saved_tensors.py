@@ -12,7 +12,6 @@ looks outside of a backward (a debugger at `grad_fn._saved_self`) takes nothing 
 """
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +36,15 @@ class Given:
 
     def again(self) -> Tensor | None:
         """Returns the tensor that this backward was given before, None if there was none."""
-        return self._kept[1] if self._kept is not None and self._kept[0] == _backward() else None
+        return (
+            self._kept[1] if self._kept is not None and self._kept[0] == backward_task() else None
+        )
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Remember `tensor` for this backward, if there is one."""
         if not in_backward():
             return tensor
-        self._kept = _backward(), tensor
+        self._kept = backward_task(), tensor
         this = weakref.ref(self)
 
         def forget() -> None:
@@ -93,29 +94,20 @@ def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
 
 def are_watched() -> bool:
     """Returns whether hooks of saved tensors are active (a checkpoint, offloading)."""
-    return _hooks() is not None
+    return saved_tensor_hooks() is not None
 
 
 def are_watched_by_others() -> bool:
     """Returns whether hooks that are not packgraph's get what autograd saves now."""
-    hooks = _hooks()
+    hooks = saved_tensor_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS
-
-
-def _hooks() -> tuple[Any, Any] | None:
-    return saved_tensor_hooks()
 
 
 def in_backward() -> bool:
     """Returns whether the caller's code runs for a backward."""
-    return _backward() >= 0
+    return backward_task() >= 0  # its number, negative outside of one
 
 
 def are_others() -> bool:
     """Returns whether packgraph must not move what autograd saves now."""
     return in_backward() or transform() is not None or are_watched_by_others()
-
-
-def _backward() -> int:
-    """Number of the backward that is running, negative outside of one."""
-    return backward_task()

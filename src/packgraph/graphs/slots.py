@@ -108,20 +108,15 @@ class Launches:
     ) -> None:
         self._lock.release()
 
+    def follow(self) -> None:
+        """Has the current stream wait for all that was launched."""
+        with self:
+            pass
+
     def share(self) -> None:
         """Notes that several threads train with the module."""
         with self:
             self.shared = True
-
-    @contextlib.contextmanager
-    def during_capture(self, executes: bool) -> Iterator[None]:
-        """Around a capture, whose stream follows, too. executes: in memory that slots share, so
-        launches must wait."""
-        with self:
-            if executes:
-                yield
-                return
-        yield
 
     def _follow(self) -> None:
         """Let the current stream wait for all that was launched on the last one."""

@@ -42,7 +42,9 @@ def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
             _line(error) or definition(piece),
             "leave the stage out of the scope, or mend what raises",
         )
-    where, instead = _line(error) or definition(piece), _instead(error)
+    where = _line(error) or definition(piece)
+    passed = " ".join(frame.filename for frame in getattr(error, "real_stack", None) or [])
+    instead = next((text for file, text in _INSTEAD.items() if file in passed), "")
     for words, name in _WAITS.items():
         if any(words in line for line in lines[:3]):
             found = host_read(name, where)
@@ -67,11 +69,6 @@ _INSTEAD = {
     os.path.join("torch", "nn", "modules", "transformer.py"): "pass is_causal=True or False beside "
     "the mask: torch looks at the mask's numbers otherwise",
 }
-
-
-def _instead(error: BaseException) -> str:
-    passed = " ".join(frame.filename for frame in getattr(error, "real_stack", None) or [])
-    return next((text for file, text in _INSTEAD.items() if file in passed), "")
 
 
 def _line(error: BaseException) -> str | None:

@@ -33,45 +33,41 @@ def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     Captured code is traced and has no other effects; attributes are those that eager stages assign.
     """
     with one_capture():
-        yield from _undone(module, backend)
-
-
-def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
-    journal = Journal()
-    collecting = gc.isenabled()
-    gc.disable()
-    backend.extra_generators = module_generators(module)
-    generators = backend.generators()
-    torch.clear_autocast_cache()
-    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-    draws = journal.draws = Draws(generators)
-    with torch.no_grad():
-        places = [(buffer, buffer.data) for buffer in module.buffers()]
-        for buffer, _ in places:
-            journal.before_write(buffer)
-    try:
-        with (
-            fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
-            known_generators(generators),
-            draws.listening(),
-        ):
-            yield journal
-    finally:
-        for now, before in attributes:
-            if len(now) != len(before) or any(
-                now.get(name) is not value for name, value in before.items()
-            ):
-                now.clear()
-                now.update(before)
-        draws.undo()
+        journal = Journal()
+        collecting = gc.isenabled()
+        gc.disable()
+        backend.extra_generators = module_generators(module)
+        generators = backend.generators()
         torch.clear_autocast_cache()
+        attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        draws = journal.draws = Draws(generators)
         with torch.no_grad():
-            journal.restore()
-            for buffer, place in places:
-                if not buffer.is_set_to(place):
-                    buffer.data = place
-        if collecting:
-            gc.enable()
+            places = [(buffer, buffer.data) for buffer in module.buffers()]
+            for buffer, _ in places:
+                journal.before_write(buffer)
+        try:
+            with (
+                fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
+                known_generators(generators),
+                draws.listening(),
+            ):
+                yield journal
+        finally:
+            for now, before in attributes:
+                if len(now) != len(before) or any(
+                    now.get(name) is not value for name, value in before.items()
+                ):
+                    now.clear()
+                    now.update(before)
+            draws.undo()
+            torch.clear_autocast_cache()
+            with torch.no_grad():
+                journal.restore()
+                for buffer, place in places:
+                    if not buffer.is_set_to(place):
+                        buffer.data = place
+            if collecting:
+                gc.enable()
 
 
 @contextlib.contextmanager

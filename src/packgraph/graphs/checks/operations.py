@@ -74,7 +74,6 @@ class Operation(NamedTuple):
 
     function: Any
     name: str
-    shown: str
     mutates: bool
     written: tuple[tuple[int, str], ...]
     undeclared: bool
@@ -153,7 +152,6 @@ def _facts(function: Any) -> Operation:
     return Operation(
         function,
         name,
-        str(function),
         schema.is_mutable,
         tuple(
             (index, schema.arguments[index].name)

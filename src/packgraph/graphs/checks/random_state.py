@@ -36,13 +36,6 @@ from packgraph.graphs.checks.operations import Operation
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.torch_internals import below_modes, identity, schema_of
 
-RESEED = "seed once before training: replays go on with the generator as eager calls would"
-_DRAW_OUTSIDE = "draw them with torch, or pass them in"
-_PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
-_COMPILERS = tuple(
-    str(Path(torch.__file__).parent / part)
-    for part in ("_dynamo/convert_frame", "_functorch", "_inductor")
-)
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 # Names of threads that draw from no global generator begin so: they read data or write checkpoints.

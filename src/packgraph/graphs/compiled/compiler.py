@@ -157,42 +157,25 @@ def refuse_unsafe_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> N
         if node.op != "call_function":
             continue
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        if DATA_DEPENDENT & set(getattr(node.target, "tags", ())) and not _is_indexing(node):
+        made = node.meta.get("val")
+        is_tensor = isinstance(made, torch.Tensor)
+        # Indexing by numbers is tagged like indexing by a mask: its shape is known after all.
+        is_known = is_tensor and all(isinstance(size, int) for size in made.shape)
+        if DATA_DEPENDENT & set(getattr(node.target, "tags", ())) and not is_known:
             raise CaptureError(
                 f"{name} waits for the device inside a compiled stage: its result is needed on the "
                 "host",
-                _line(node),
+                traced_line(node.stack_trace),
                 WAYS_OUT.get(name, LEAVE_OUT),
             )
-        elsewhere = _device(node)
-        if elsewhere is not None and devices and elsewhere not in devices:
+        elsewhere = made.device.type if is_tensor else "meta"
+        if elsewhere != "meta" and devices and elsewhere not in devices:
             raise CaptureError(
                 f"{name} makes a tensor on the {elsewhere} inside a compiled stage on "
                 f"{' and '.join(sorted(devices))}: a graph would freeze it",
-                _line(node),
+                traced_line(node.stack_trace),
                 "make the tensor on the device, or outside of the stage",
             )
-
-
-def _is_indexing(node: torch.fx.Node) -> bool:
-    """Returns whether the shape of the result is known after all: indexing by numbers is tagged
-    like indexing by a mask."""
-    return isinstance(node.meta.get("val"), torch.Tensor) and all(
-        isinstance(n, int) for n in node.meta["val"].shape
-    )
-
-
-def _device(node: torch.fx.Node) -> str | None:
-    value = node.meta.get("val")
-    return (
-        value.device.type
-        if isinstance(value, torch.Tensor) and value.device.type != "meta"
-        else None
-    )
-
-
-def _line(node: torch.fx.Node) -> str:
-    return traced_line(node.stack_trace)
 
 
 class WeightUses:
@@ -271,7 +254,9 @@ class Compiler:
                 f"compile={backend!r}: use True, False, options of Inductor, or one of "
                 f"{', '.join(BACKENDS)}"
             )
-        unknown = sorted(name for name in options if not _is_option(name))
+        import torch._inductor.config as inductor
+
+        unknown = sorted(options.keys() - inductor.get_config_copy().keys()) if options else ()
         if unknown:
             raise ValueError(
                 f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config"
@@ -460,12 +445,6 @@ def as_traced(
         return graph(*taken)
 
     return run
-
-
-def _is_option(name: str) -> bool:
-    import torch._inductor.config as known
-
-    return name in known.get_config_copy()
 
 
 @contextlib.contextmanager

@@ -39,24 +39,16 @@ def free_memory(device: torch.device) -> None:
 class Stretch:
     """The time since this was made, on `device`."""
 
-    _all: "weakref.WeakSet[Stretch]" = weakref.WeakSet()
+    all: "weakref.WeakSet[Stretch]" = weakref.WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.ended = device, 0  # the peak up to the last look
         look(device)
-        self._all.add(self)
+        self.all.add(self)
 
     def most_allocated(self) -> int:
         """Bytes of tensors at the most."""
         return max(self.ended, torch.cuda.max_memory_allocated(self.device))
-
-    @classmethod
-    def looked(cls, device: torch.device, peak: int) -> None:
-        """Peaks of `device` begin anew; `peak`: bytes of tensors at the most since they did
-        last."""
-        for stretch in cls._all:
-            if _number(stretch.device) == _number(device):
-                stretch.ended = max(stretch.ended, peak)
 
 
 def look(device: torch.device) -> dict[str, Any]:
@@ -65,7 +57,10 @@ def look(device: torch.device) -> dict[str, Any]:
     for kind in ("allocated_bytes", "reserved_bytes"):
         place = _number(device), kind
         _MOST[place] = max(_MOST[place], found[kind]["all"]["peak"])
-    Stretch.looked(device, found["allocated_bytes"]["all"]["peak"])
+    peak = found["allocated_bytes"]["all"]["peak"]
+    for stretch in Stretch.all:
+        if _number(stretch.device) == _number(device):
+            stretch.ended = max(stretch.ended, peak)
     torch.cuda.reset_peak_memory_stats(device)
     return found
 

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -157,22 +157,15 @@ def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
     return unseen
 
 
-class Recorder(Protocol):
-    """Part of a recorder's window that copy streams need."""
-
-    def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
-        """Put `step` into the program: it is called with the memory of `tensors` at every
-        replay."""
-
-
 class RecordedCopyStreams(EmulatedCopyStreams):
     """The copy streams of the captures of one window: they run at once while the program is
     recorded, and as told in replays.
 
-    late: as above, looked at in every replay.
+    window: the recorder's, which notes what every replay has to do. late: as above, looked at in
+    every replay.
     """
 
-    def __init__(self, window: Recorder, memories: HostMemories, late: Collection[str]) -> None:
+    def __init__(self, window: Any, memories: HostMemories, late: Collection[str]) -> None:
         super().__init__(memories=memories)
         self._window, self._replays = weakref.proxy(window), Queues(late)  # the window has these
 
