@@ -15,7 +15,7 @@ on it.
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,17 +50,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         isinstance(error, torch.AcceleratorError)
         and getattr(error, "error_code", None) == _OUT_OF_MEMORY
     )
-
-
-class Captured(Protocol):
-    """The graphs of one key in one slot."""
-
-    @property
-    def segments(self) -> int:
-        """Number of captured segments."""
-
-    def reset(self) -> None:
-        """Frees the graphs."""
 
 
 class GraphCache:
@@ -109,8 +98,9 @@ class GraphCache:
         """Lets failed keys be captured again, except for those that always fail in one way."""
         self.failed &= {key for (key, _), tries in self._failures.items() if tries >= MAX_TRIES}
 
-    def capture(self, call: Signature, slot: Slot, capture: Callable[[], Captured]) -> None:
+    def capture(self, call: Signature, slot: Slot, capture: Callable[[], Any]) -> None:
         """Captures a call into a slot; what is larger than the slot drops its other graphs.
+        capture: returns a `Variant` or `StepVariant`.
 
         Raises:
             CaptureError: As `capture` does.
@@ -127,9 +117,7 @@ class GraphCache:
 
     def evict(self, key: Hashable, slot: Slot, reason: str) -> None:
         """Frees the graphs of `key` in `slot`, if there are any, counted under `reason`."""
-        if key in slot.variants:
-            slot.variants.pop(key).reset()
-            self._stats.dropped(reason, 1)
+        self._stats.dropped(reason, slot.drop(key))
 
     def agree(
         self, what: str, key: Hashable, slot: Slot, error: CaptureError | None
@@ -149,8 +137,7 @@ class GraphCache:
         failed = self.joint.consensus(what, error)
         if failed is not None:
             self.failed.add(key)
-            if key in slot.variants:  # it is another rank that failed
-                slot.variants.pop(key).reset()
+            slot.drop(key)  # where it is another rank that failed
         return failed
 
 

@@ -338,7 +338,8 @@ class Capturer:
         executes, launches = self._backend.guard_device is None, self._slots.launches
         if executes and launches.shared:
             let_go(self._buffers.made.values(), launches)
-        launches.follow()
+        with launches:
+            pass  # this stream follows
         with launches if executes else contextlib.nullcontext():
             self.compile(call, about.args, about.kwargs)
             seen = dry_run(about)

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs import saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
@@ -38,7 +37,7 @@ from packgraph.graphs.program import (
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.trust import Trusted
 from packgraph.graphs.undone import explained, undone
-from packgraph.torch_internals import version_of
+from packgraph.torch_internals import saved_tensor_hooks, version_of
 
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
@@ -71,9 +70,8 @@ def compile_ahead(call: CapturedCall) -> None:
     Raises CaptureError at the line of what cannot be compiled.
     """
     with contextlib.ExitStack() as stack:
-        if (
-            saved_tensors.are_watched()
-        ):  # by a checkpoint, say, which is not to see what this run saves beside the call
+        # Of a checkpoint, say, which is not to see what this run saves beside the call.
+        if saved_tensor_hooks() is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         assert call.program.compiler is not None, "compiled code is compiled"
         stack.enter_context(call.program.compiler.counting())
@@ -94,15 +92,13 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
         compiled_stages(program.compiles),
         reading(used) if program.staged else contextlib.nullcontext(),
     ):
-        parameters = [*aliases.alias_of.values()]
-        run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
+        own = [*aliases.alias_of.values()]
+        run = _CheckedRun(program, call.backend, call.gradients, journal, own, used)
         how(lambda: run(call.args, call.kwargs))
     refuse_host_memory(used, call.backend.guard_device)
-    guards = Guards(
-        used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
-    )
-    if program.staged and ahead:
-        guards.add(*ahead[0])
+    parameters = dict(program.module.named_parameters())
+    lists = ahead if program.staged else ()
+    guards = Guards(used, parameters, bool(ahead) and not program.staged, lists)
     return DryRun(
         [tensor.detach() for tensor in run.read.values()],
         [tensor.detach() for tensor in run.written.values()],

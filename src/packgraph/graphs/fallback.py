@@ -336,10 +336,6 @@ class Stats:
         if count:
             self.recaptures[reason] += count
 
-    def measure_pools(self, nbytes: Callable[[], int]) -> None:
-        """Makes `nbytes` the source of `pool_bytes`."""
-        self._pool_bytes = nbytes
-
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""

@@ -230,13 +230,6 @@ class _Answers(dict[Any, Any]):
         return answer if told or not answer else False
 
 
-def _is_copied(value: Any) -> bool:
-    """Tells whether a replay returns copies of such a result."""
-    if isinstance(value, UserDefinedObjectVariable):
-        return is_simple(value.value)
-    return isinstance(value, ConstDictVariable | ListVariable)
-
-
 @around
 def _looking_at_results(returns: Any, translator: Any, instruction: Any) -> None:
     """Results are looked at, so that they have guards, and left out of code that nobody runs."""
@@ -289,7 +282,10 @@ def _look_at(output: Any, value: Any, seen: set[int]) -> None:
     elif isinstance(value, VariableTracker) and not isinstance(value, TensorVariable):
         made = value.source is None or isinstance(value.source, TempLocalSource)
         of_caller = not made and "L['state']" in name_of(value.source)
-        if not made and not of_caller and _is_copied(value):
+        copied = isinstance(value, ConstDictVariable | ListVariable) or (
+            isinstance(value, UserDefinedObjectVariable) and is_simple(value.value)
+        )
+        if not made and not of_caller and copied:  # by a replay
             raise CaptureError(
                 f"forward returns {in_words(name_of(value.source))}, which was there before: a "
                 "replay would return another one",

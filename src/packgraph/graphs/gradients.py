@@ -55,7 +55,8 @@ for as much: each is replaced as it arrives (`without_content`).
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -402,7 +403,7 @@ class Accumulator:
         """Takes the adding of gradients over from autograd."""
         for alias in self._aliases:
             node = torch.autograd.graph.get_gradient_edge(alias).node
-            self._hooks.append(node.register_prehook(self._taking(alias)))
+            self._hooks.append(node.register_prehook(partial(self._take, alias)))
 
     def end(self) -> None:
         """Add what still waits, and give the adding back to autograd."""
@@ -417,22 +418,19 @@ class Accumulator:
         if self._task is not None:
             _ACCUMULATORS.pop(self._task, None)
 
-    def _taking(self, alias: torch.Tensor) -> Callable[[tuple[torch.Tensor | None, ...]], Any]:
-        def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
-            (gradient,) = gradients
-            buffer = alias.grad
-            if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
-                return None
-            if self._task is None:
-                self._task = backward_task()
-                _ACCUMULATORS[self._task] = self
-            self._waiting.append((local_tensor(buffer), gradient))
-            self._bytes += gradient.numel() * gradient.element_size()
-            if self._bytes >= self._most:
-                self.add()
-            return (None,)  # nothing is left for autograd to add
-
-        return take
+    def _take(self, alias: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> Any:
+        (gradient,) = gradients
+        buffer = alias.grad
+        if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
+            return None
+        if self._task is None:
+            self._task = backward_task()
+            _ACCUMULATORS[self._task] = self
+        self._waiting.append((local_tensor(buffer), gradient))
+        self._bytes += gradient.numel() * gradient.element_size()
+        if self._bytes >= self._most:
+            self.add()
+        return (None,)  # nothing is left for autograd to add
 
     def add(self) -> None:
         """Add what waits."""

@@ -194,13 +194,16 @@ class Control:
         self.module = module
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
-        self.stats = Stats(trusted=trust, _notice=self._notices.fell_back)
-        reader = TrustingReader(module) if trust else None
-        program = Program(module, scope, granularity, choose_compiler(compile, self.stats), reader)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
+        # Not by `self`, which only the garbage collector would free then.
+        self.stats = Stats(
+            trusted=trust, _notice=self._notices.fell_back, _pool_bytes=self._slots.nbytes
+        )
+        reader = TrustingReader(module) if trust else None
+        program = Program(module, scope, granularity, choose_compiler(compile, self.stats), reader)
         self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
         self._output_gradients = OutputGradients(
             partial(_count, self._notices, self.stats.fallbacks)
@@ -224,8 +227,6 @@ class Control:
         self._frozen: set[Any] | None = None
         self._forward_of_class = getattr(type(module), "forward", None)
         weakref.finalize(self, self._notices.end)
-        # Not by `self`, which only the garbage collector would free then.
-        self.stats.measure_pools(self._slots.nbytes)
         self._refusal: Unsupported | None = None
         self._ask_for_refusal()
 

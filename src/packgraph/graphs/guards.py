@@ -375,6 +375,8 @@ class Guards:
         used: The traces that it has run, each with its owner.
         parameters: Of the module, by name.
         whole: The first of the traces has the call's own arguments, which are looked at, too.
+        lists: Traces by which pieces are found, which have to hold, too: the modules that they have
+            read have to be the same ones.
     """
 
     def __init__(
@@ -382,10 +384,10 @@ class Guards:
         used: Sequence[tuple["Trace", Any]],
         parameters: Mapping[str, torch.nn.Parameter],
         whole: bool = False,
+        lists: Sequence[tuple["Trace", Any]] = (),
     ) -> None:
         self._used, self._whole = list[_Used](), whole
         self._around = dict["Trace", dict[str, Any]]()  # variables of a call of each
-        self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
         self._classes, self._kept = list[Any](), list[_Kept]()
         found = dict[int, tuple[str, torch.Tensor]]()
         for trace, owner in used:
@@ -403,6 +405,9 @@ class Guards:
         self._forms = self._forms_now()
         self._free = HookedParameters([one for one in tensors if not has_hooks(one)])
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
+        for trace, owner in lists:
+            self._use(trace, owner)
+        self._lists = [(trace, owner, trace.modules(owner)) for trace, owner in lists]
 
     @property
     def recomputes(self) -> bool:
@@ -418,12 +423,6 @@ class Guards:
             self._classes.append(trace.classes)
             self._kept += [_Kept.of(*call) for call in trace.kept]
         return read
-
-    def add(self, trace: "Trace", owner: Any) -> None:
-        """One more trace has to hold, by which pieces are found: the modules that it has read have
-        to be the same ones."""
-        self._use(trace, owner)
-        self._lists.append((trace, owner, trace.modules(owner)))
 
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Returns whether nothing has changed that the graphs have baked. args, kwargs: Of a

@@ -347,10 +347,6 @@ class Opened:
     def __init__(self, tensors: list[Any], build: Any) -> None:
         self.tensors, self.build = tensors, build
 
-    def close(self) -> Any:
-        """An object of the same class, with these tensors."""
-        return _make(self.build, self.tensors, [])
-
 
 register_pytree_node(
     Opened,
@@ -368,7 +364,7 @@ def open_objects(tree: Any) -> Any:
 def close_objects(tree: Any) -> Any:
     """The tree, with the objects that were taken apart."""
     return tree_map(
-        lambda leaf: leaf.close() if isinstance(leaf, Opened) else leaf,
+        lambda leaf: _make(leaf.build, leaf.tensors, []) if isinstance(leaf, Opened) else leaf,
         tree,
         is_leaf=lambda leaf: isinstance(leaf, Opened),
     )

@@ -33,7 +33,7 @@ def unlike_captured(
     """Returns why no captured backward stands for one that begins now, if that is known."""
     if torch.is_autocast_enabled(region.modes.device_type):
         return fallback.UNDER_AUTOCAST
-    if lease.is_spent(region.number):
+    if region.number >= lease.first_spent:
         return fallback.AGAIN
     for each in gradients:
         if each is not None and each.layout is not torch.strided:

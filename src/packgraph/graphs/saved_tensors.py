@@ -92,11 +92,6 @@ def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
     )
 
 
-def are_watched() -> bool:
-    """Returns whether hooks of saved tensors are active (a checkpoint, offloading)."""
-    return saved_tensor_hooks() is not None
-
-
 def are_watched_by_others() -> bool:
     """Returns whether hooks that are not packgraph's get what autograd saves now."""
     hooks = saved_tensor_hooks()

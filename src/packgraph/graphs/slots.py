@@ -108,11 +108,6 @@ class Launches:
     ) -> None:
         self._lock.release()
 
-    def follow(self) -> None:
-        """Has the current stream wait for all that was launched."""
-        with self:
-            pass
-
     def share(self) -> None:
         """Notes that several threads train with the module."""
         with self:
@@ -319,18 +314,19 @@ class Slot:
         if not self.outgrown:
             return 0
         self.outgrown = False
-        others = [other for other in self.variants if other != key]
-        for other in others:
-            self.variants.pop(other).reset()
-        return len(others)
+        return sum(self.drop(other) for other in [*self.variants] if other != key)
+
+    def drop(self, key: Hashable) -> bool:
+        """Free the variant of `key`; returns whether there was one."""
+        variant = self.variants.pop(key, None)
+        if variant is not None:
+            variant.reset()
+        return variant is not None
 
     def clear(self) -> int:
         """Free all variants, buffers and the pool, with its host memory; how many variants were
         dropped."""
-        dropped = len(self.variants)
-        for variant in self.variants.values():
-            variant.reset()
-        self.variants.clear()
+        dropped = sum(map(self.drop, [*self.variants]))
         self._buffers.clear()
         self.outgrown = False
         self.pool.host.let_go()
@@ -416,12 +412,10 @@ class Slots:
             raise RuntimeError(
                 f"{self.in_flight()} slots are in flight: graphs can be given up between steps only"
             )
-        found = [slot.variants.pop(key) for slot in self.all if key in slot.variants]
-        for variant in found:
-            variant.reset()
+        found = sum(slot.drop(key) for slot in self.all)
         if found and not any(slot.variants for slot in self.all):
             self.clear()
-        return len(found)
+        return found
 
     def nbytes(self) -> int:
         """Bytes reserved for all pools."""
@@ -468,7 +462,7 @@ class SlotLease:
         self.pending: set[int] = set()
         self.released = False
         self.kept = False
-        self._first_spent = inf
+        self.first_spent = inf  # region: it and later ones have no saved activations any more
 
     def start_backward(self, region: int) -> None:
         """Check that `region` may run its backward now: once, and while the slot is still this
@@ -483,14 +477,9 @@ class SlotLease:
             )
         # Later regions were captured to go first: what follows here may reuse their saved
         # activations.
-        self._first_spent = min(self._first_spent, region)
+        self.first_spent = min(self.first_spent, region)
         if len(self.pending) > 1 and not _is_graph_kept():
             self.pending = {other for other in self.pending if other <= region}
-
-    def is_spent(self, region: int) -> bool:
-        """Returns whether a backward of `region` has no saved activations any more: it was run, or
-        one of an earlier region."""
-        return region >= self._first_spent
 
     def finish_backward(self, region: int) -> None:
         """Note that `region` is done, unless its graph is kept for another backward; the last one

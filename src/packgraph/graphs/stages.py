@@ -123,9 +123,8 @@ def run_in_order(stages: Sequence[Stage], state: State) -> State:
             continue
         together.append(stage)
         if following is None or _kind(following) != _kind(stage):
-            state = checkpointed(
-                _in_turn(together), state, stage.recompute, mark=_mark(together[0])
-            )
+            mark = getattr(together[0].method[0], "offload", None)
+            state = checkpointed(_in_turn(together), state, stage.recompute, mark=mark)
             together = []
     return state
 
@@ -141,11 +140,6 @@ def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:
         return state
 
     return run
-
-
-def _mark(stage: Stage) -> Callable[..., contextlib.AbstractContextManager[None]] | None:
-    """The mark `offload` of the module whose method a stage is, if it has one."""
-    return getattr(stage.method[0], "offload", None)
 
 
 class CompileUnit(NamedTuple):
@@ -201,20 +195,6 @@ def saving(piece: CompileUnit, state: State) -> contextlib.AbstractContextManage
 GRANULARITIES = ("layer", "chunk")
 
 
-class NamedStage(Protocol):
-    """Part of a stage that this module needs: its name, the layer it belongs to, and why it cannot
-    be captured, if so."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def eager(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Run:
     """Consecutive stages `start` to `stop` (exclusive) that are captured together, or run eagerly
@@ -231,7 +211,7 @@ def in_scope(name: str, scope: Collection[str] | None) -> bool:
 
 
 def scope_errors(
-    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+    stages: Sequence[Stage], scope: Iterable[str] | None, granularity: str
 ) -> list[str]:
     """Every reason why this scope and granularity cannot be captured for these stages; empty when
     legal."""
@@ -284,7 +264,7 @@ def scope_errors(
 
 
 def cut_runs(
-    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+    stages: Sequence[Stage], scope: Iterable[str] | None, granularity: str
 ) -> tuple[Run, ...]:
     """Cut `stages` into runs, in order and without gaps.
 

@@ -156,9 +156,8 @@ class GraphedStep:
         self._stale: set[Hashable] = set()
         self.agreement: Agreement = own
         self.all_agree = False
-        self.stats = Stats()
+        self.stats = Stats(_pool_bytes=lambda: slot.pool.nbytes())
         self._cache = GraphCache(self.stats, device)
-        self.stats.measure_pools(lambda: slot.pool.nbytes())
 
     @property
     def consensus(self) -> Consensus:

@@ -22,7 +22,7 @@ import difflib
 from collections.abc import Collection, Sequence
 
 from packgraph.graphs.checkpointed import LAYER_INPUT
-from packgraph.graphs.stages import NamedStage, Run
+from packgraph.graphs.stages import Run, Stage
 
 # The stages that a module is part of; a model has it if it has one of them.
 STAGES_OF = {
@@ -51,7 +51,7 @@ NORM_SPANS[LAYER_INPUT] = tuple(span for spans in NORM_SPANS.values() for span i
 
 def why_not(
     modules: Collection[str],
-    stages: Sequence[NamedStage],
+    stages: Sequence[Stage],
     runs: Sequence[Run],
     recomputed: Collection[str] = (),
     stashed: bool = False,
@@ -106,7 +106,7 @@ def why_not(
     return errors
 
 
-def _between_regions(norm: str, stages: Sequence[NamedStage], runs: Sequence[Run]) -> list[int]:
+def _between_regions(norm: str, stages: Sequence[Stage], runs: Sequence[Run]) -> list[int]:
     """Layers in which the hidden state that `norm` saves is made, or added to last, outside of the
     norm's region. The first stage of a chunk does not count: something has to come in somewhere."""
     run_of = [number for number, run in enumerate(runs) for _ in range(run.start, run.stop)]

@@ -291,7 +291,9 @@ class Compiler:
             for piece in pieces[
                 len(codes) :
             ]:  # the first time: what is compiled for depends on what came before
-                with _quiet():
+                with warnings.catch_warnings():
+                    # It looks through functools caches: the functions behind ours are pure.
+                    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru")
                     code = self._code_for(piece, state)
                     state = self._call(piece, code, state)
                 codes.append(code)
@@ -399,7 +401,10 @@ def _code_of(
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
-    is_random = any(_draws(node) for node in graph.graph.nodes)
+    is_random = any(
+        isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
+        for node in graph.graph.nodes
+    )
     written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
     function = generate(graph, inputs, is_backward=is_backward, **options)
     code = CompiledCode(
@@ -410,12 +415,6 @@ def _code_of(
         None if is_backward else (uses.note_drawing if is_random else uses.note),
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    """Returns whether an operation of a traced graph draws random numbers."""
-    operation: Any = node.target
-    return isinstance(operation, OpOverload) and draws(operation, node.args, node.kwargs)
 
 
 def _again(code: Code, piece: CompileUnit, uses: WeightUses, state: State) -> State:
@@ -445,14 +444,3 @@ def as_traced(
         return graph(*taken)
 
     return run
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch's warning that it looks through functools caches: the functions behind ours
-    are pure."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=r"Dynamo detected a call to a `functools.lru_cache`"
-        )
-        yield
