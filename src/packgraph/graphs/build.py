@@ -32,7 +32,7 @@ from packgraph.graphs.checks.calls import DryRun, Place, Uses
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.checks.unsupported import refuse_shared_memory
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.gradients import Accumulator, GradientBuffer, GradientBuffers
+from packgraph.graphs.gradients import Accumulator, GradientBuffers
 from packgraph.graphs.key import CallModes, Layout, kernel_settings, layout_of
 from packgraph.graphs.output_gradients import (
     KeyGradients,
@@ -469,7 +469,13 @@ class VariantBuild:
         """
         incoming = self._incoming(index, forward, pattern)
         leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
-        buffers = {id(alias): self._buffer_of(alias) for alias in owned}
+        original, numbers = self.aliases.parameter_of, self.aliases.numbers
+        buffers = {
+            id(alias): self.buffers.buffer(
+                original[id(alias)], self.dry_run.placements.get(numbers[id(alias)])
+            )
+            for alias in owned
+        }
         for alias in owned:
             alias.grad = buffers[id(alias)].tensor
         grad_outputs = self._grad_outputs(forward)
@@ -510,10 +516,6 @@ class VariantBuild:
         known = {storage_of(tensor) for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
-
-    def _buffer_of(self, alias: torch.nn.Parameter) -> GradientBuffer:
-        placements = self.dry_run.placements.get(self.aliases.numbers[id(alias)])
-        return self.buffers.buffer(self.aliases.parameter_of[id(alias)], placements)
 
     def _incoming(
         self, index: int, forward: _Forward, pattern: Pattern

@@ -132,12 +132,19 @@ class Capturer:
         if not are_leaves(self._module):
             return fallback.NOT_LEAVES
         if change is not None:
-            if not self._may_start_again(change, what):
+            joint = self.cache.joint
+            if what is None and not joint.is_alone:
+                return fallback.APART
+            if what is not None and joint.decide(START_OVER, what) == EAGER:
+                self._tell_apart(
+                    f"{change} on this rank, and other ranks have not captured again with it"
+                )
                 return fallback.APART
             self._refuse_another_device()
             if any(slot.variants for slot in self._slots.all):
-                again = f"{change} after the graphs were captured"
-                error = CaptureError(again, user_line(), change.remedy)
+                error = CaptureError(
+                    f"{change} after the graphs were captured", user_line(), change.remedy
+                )
                 if self._notices.strict:
                     raise error
                 warn(f"capturing again: {error}")
@@ -169,16 +176,6 @@ class Capturer:
             return self.dry_runs[key].guards.changed(args, kwargs)
         changes = (seen.guards.memory_changed() for seen in self.dry_runs.values())
         return next((change for change in changes if change is not None), None)
-
-    def _may_start_again(self, change: Change, what: str | None) -> bool:
-        if self.cache.joint.is_alone:
-            return True
-        if what is None:
-            return False
-        if self.cache.joint.decide(START_OVER, what) != EAGER:
-            return True
-        self._tell_apart(f"{change} on this rank, and other ranks have not captured again with it")
-        return False
 
     def _tell_apart(self, what: str) -> None:
         if what not in self._told_apart:

@@ -368,7 +368,8 @@ def _again(found: Any) -> Any:
 
 
 def _log_calls() -> set[Any]:
-    """Methods of loggers that say something, which the first calls have said."""
+    """Methods of loggers that say something, which the first calls have said; libraries add some
+    when they are imported."""
     return {
         method
         for name, method in vars(logging.Logger).items()

@@ -28,12 +28,12 @@ in shared modules `.grad` is no buffer: gradients of a replay are taken by thems
 (`SeparateGradients`), and autograd adds them to `.grad`.
 
     thread 1   F, B adds to the buffer, which is `.grad`            F, B  let go, replay apart, autograd adds to `.grad`
-    thread 2                              first call: launches.share()  F, B  let go, replay apart, autograd adds
+    thread 2                              first call: launches.shared    F, B  let go, replay apart, autograd adds
 
 `.grad` moves at the first backward after that, not at the call before: a thread may change `.grad`
 while another one runs a forward. Every backward sees to it for its own buffers, so none replays on
 memory that is `.grad`, whoever put it there; and whoever replays on what is `.grad` has begun
-before `launches.share()`, which waits.
+before `launches.shared` is set, which waits.
 
 Adding gradients to their buffers a few dozen at a time while a backward is captured.
 
@@ -131,11 +131,6 @@ class GradientBuffer:
             or _is_storage_held(self.tensor)
         )
 
-    def show_anew(self) -> None:
-        """Shows another tensor of the same memory from now on: users may have marked the old one,
-        hooked it or kept weak references to it, and autograd has counted writes to it."""
-        self.shown = self.tensor.data
-
 
 class _Aside(NamedTuple):
     """A buffer that is not `.grad` for one replay. grad: the user's gradient, None = there was
@@ -226,7 +221,9 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             aside.append(_Aside(buffer, grad, content))
         else:
             if grad is None:
-                buffer.show_anew()
+                # Another tensor of the same memory: users may have marked the old one, hooked it or
+                # kept weak references to it, and autograd has counted writes to it.
+                buffer.shown = buffer.tensor.data
             buffer.parameter.grad = buffer.shown
         if grad is None:
             cleared.append(local_tensor(buffer.tensor))

@@ -322,7 +322,8 @@ class Control:
         joint = self._capturer.cache.joint
         joint.calls += 1
         if self._calls.shared and not self._slots.launches.shared:
-            self._slots.launches.share()
+            with self._slots.launches as launches:
+                launches.shared = True
         if self._released is not None:
             self._refuse_released()
         found: ReplayHandle | Signature | str | None = fallback.bypass_reason()
@@ -339,7 +340,7 @@ class Control:
             raise
         assert found is not None and not isinstance(found, Signature), "who may capture does"
         if isinstance(found, str) and joint.is_owed:
-            joint.confirm(CaptureError(found, user_line(), fallback.reason_of(found).remedy))
+            joint.confirm(_error(found))
         return found
 
     def _find(
@@ -571,9 +572,7 @@ class Control:
             return reason is None and self._capturer.check_state() is None
         changed = self._capturer.check_state_with_others()  # all ranks ask
         reason = reason or changed
-        error: CaptureError | None = None
-        if reason is not None:
-            error = CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
+        error = None if reason is None else _error(reason)
         failed = cache.joint.consensus(type(self.module).__name__, error)
         if failed is not None and error is None:
             self._notices.complain(failed, fallback.APART, "running eagerly for now")
@@ -715,9 +714,7 @@ class Control:
             with as_in_training(self.module):
                 self._turn()
                 reason = self._capturer.check_state_with_others()
-        if reason is not None:
-            return CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
-        return unsupported_error(self.module)
+        return unsupported_error(self.module) if reason is None else _error(reason)
 
     def _is_patched(self) -> bool:
         """Returns whether stages stand for another forward than the one that the module has."""
@@ -802,6 +799,11 @@ class Control:
                 self._notices.complain(error)
                 return False
             return True
+
+
+def _error(reason: str) -> CaptureError:
+    """A reason to run eagerly as an error at the user's line."""
+    return CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
 
 
 def _count(notices: Notices, fallbacks: Counter[str], reason: str) -> None:

@@ -30,8 +30,8 @@ keeps the slot until its sends are done.
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -506,7 +506,8 @@ class Direct:
 
     copies: which of the call's tensors go into which memory of the slot, and its address. out: the
     call's only output. incoming: where its gradient belongs. gradients: by number of the call's
-    tensor, where the backward leaves its gradient.
+    tensor, where the backward leaves its gradient. gradients_attached: whether `.grad` of all
+    parameters are their buffers. attached: the block in which they were found to be.
     """
 
     forwards: list[Graph]
@@ -516,12 +517,8 @@ class Direct:
     incoming: Static
     gradients: dict[int, Static]
     owned: list[GradientBuffer]
-    attached: object = field(default=None)
-
-    @cached_property
-    def gradients_attached(self) -> Attached:
-        """Returns whether `.grad` of all parameters are their buffers."""
-        return Attached(self.owned)
+    gradients_attached: Attached
+    attached: object = None
 
     def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the
@@ -652,6 +649,7 @@ def direct_replay(
                 if number in gradients or not entry.lend:
                     return None
                 gradients[number] = gradient
+    owned = [buffer for backward in backwards for buffer in backward.owned]
     return Direct(
         [region.forward for region in regions.values()],
         [backward.graph for backward in backwards],
@@ -659,7 +657,8 @@ def direct_replay(
         last.static,
         incoming,
         gradients,
-        [buffer for backward in backwards for buffer in backward.owned],
+        owned,
+        Attached(owned),
     )
 
 

@@ -97,7 +97,14 @@ class Launches:
             self._index is not None
             and torch._C._cuda_getCurrentRawStream(self._index) != self._number
         ):
-            self._follow()
+            try:  # the current stream waits for all that was launched on the last one
+                stream = torch.cuda.current_stream(self._index)
+                if self._stream is not None:
+                    stream.wait_stream(self._stream)
+                self._stream, self._number = stream, stream.cuda_stream
+            except BaseException:
+                self._lock.release()
+                raise
         return self
 
     def __exit__(
@@ -107,22 +114,6 @@ class Launches:
         trace: TracebackType | None,
     ) -> None:
         self._lock.release()
-
-    def share(self) -> None:
-        """Notes that several threads train with the module."""
-        with self:
-            self.shared = True
-
-    def _follow(self) -> None:
-        """Let the current stream wait for all that was launched on the last one."""
-        try:
-            stream = torch.cuda.current_stream(self._index)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._stream, self._number = stream, stream.cuda_stream
-        except BaseException:
-            self._lock.release()
-            raise
 
 
 class Calls:

@@ -122,15 +122,12 @@ def run_in_order(stages: Sequence[Stage], state: State) -> State:
             state = stage(state)
             continue
         together.append(stage)
-        if following is None or _kind(following) != _kind(stage):
+        kind = following and (following.layer, following.recompute)
+        if kind != (stage.layer, stage.recompute):
             mark = getattr(together[0].method[0], "offload", None)
             state = checkpointed(_in_turn(together), state, stage.recompute, mark=mark)
             together = []
     return state
-
-
-def _kind(stage: Stage) -> tuple[int, str]:
-    return stage.layer, stage.recompute
 
 
 def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:

@@ -327,9 +327,17 @@ class GraphedStep:
         ):
             aliases = stack.enter_context(aliased_parameters(self.modules))
             owned = []
-            for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
-                owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
-                parameter.grad = owned[-1].tensor
+            for alias in [p for p in self.modules.parameters() if p.requires_grad]:
+                parameter = aliases.parameter_of[id(alias)]
+                if parameter.grad is None and isinstance(parameter, DTensor):
+                    raise CaptureError(
+                        "a parameter that is a DTensor has no gradient yet: the first backward "
+                        "decides its placements",
+                        user_line(),
+                        "run a step eagerly, and set gradients to zero in place",
+                    )
+                owned.append(self._buffers.buffer(parameter))
+                alias.grad = owned[-1].tensor
             with compiled_stages(self.compiled), reading_calls(self.modules):
                 read = self._run_dry(shown, journal)
             self._meet()  # a capture may exchange, too
@@ -342,16 +350,6 @@ class GraphedStep:
                 del result
             graph.name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
             return StepVariant(graph, inputs, static, owned, read)
-
-    def _buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
-        if parameter.grad is None and isinstance(parameter, DTensor):
-            raise CaptureError(
-                "a parameter that is a DTensor has no gradient yet: the first backward decides its "
-                "placements",
-                user_line(),
-                "run a step eagerly, and set gradients to zero in place",
-            )
-        return self._buffers.buffer(parameter)
 
     def _run_dry(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
         read: list[torch.Tensor] = []

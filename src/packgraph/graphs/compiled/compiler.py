@@ -254,13 +254,14 @@ class Compiler:
                 f"compile={backend!r}: use True, False, options of Inductor, or one of "
                 f"{', '.join(BACKENDS)}"
             )
-        import torch._inductor.config as inductor
+        if options:
+            import torch._inductor.config as inductor
 
-        unknown = sorted(options.keys() - inductor.get_config_copy().keys()) if options else ()
-        if unknown:
-            raise ValueError(
-                f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config"
-            )
+            if unknown := sorted(options.keys() - inductor.get_config_copy().keys()):
+                raise ValueError(
+                    f"compile: Inductor has no option {', '.join(unknown)}; see "
+                    "torch._inductor.config"
+                )
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self.adds_products = False
         self._make = make

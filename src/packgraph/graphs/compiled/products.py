@@ -92,18 +92,14 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
         for used in chain:
             graph.graph.erase_node(used)
         found.append(Product(number, weight))
-    _hide(output, {product.output for product in found})
+    # Inductor has noted which outputs of a backward are tensors, by their numbers.
+    if (shown := output.meta.get("user_visible_output_idxs")) is not None:
+        taken = {product.output for product in found}
+        output.meta["user_visible_output_idxs"] = [
+            number for number in shown if number not in taken
+        ]
     graph.recompile()
     return found
-
-
-def _hide(output: torch.fx.Node, taken: set[int]) -> None:
-    """Note that outputs are None now: Inductor has noted which outputs of a backward are tensors,
-    by their numbers."""
-    if "user_visible_output_idxs" in output.meta:
-        output.meta["user_visible_output_idxs"] = [
-            number for number in output.meta["user_visible_output_idxs"] if number not in taken
-        ]
 
 
 def _product_behind(node: Any) -> list[torch.fx.Node] | None:

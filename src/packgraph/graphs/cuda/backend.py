@@ -81,14 +81,11 @@ class CudaPool:
         """Fill all segments with NaN patterns; they stay mapped while a graph of the pool lives."""
         torch.cuda.synchronize(self.device)
         for segment in self.segments():
-            _view(segment["address"], segment["total_size"], self.device).fill_(0xFF)
+            storage = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
+                segment["address"], self.device, segment["total_size"]
+            )
+            torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage).fill_(0xFF)
         self.host.arenas.poison()
-
-
-def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes at `address`, not owned."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 class CudaStatic:

@@ -46,7 +46,10 @@ class HostWeights:
         for _, there in self._tensors:
             storage = there.untyped_storage()
             if identity(storage) not in self._storages:
-                host = _to_host(storage, there.device)
+                host = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=there.device.type == "cuda"
+                )
+                host.copy_(_bytes(storage))
                 self._storages[identity(storage)] = _Storage(storage, storage.nbytes(), host)
         for tensor, there in self._tensors:
             tensor.data = _view(self._host_of(there), there)
@@ -107,11 +110,6 @@ def _refuse(name: str, tensor: torch.Tensor) -> None:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return host.copy_(_bytes(storage))
 
 
 def _view(host: torch.Tensor, there: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -171,8 +172,9 @@ class _Operand(NamedTuple):
 class _Node(NamedTuple):
     """One recorded operation.
 
-    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work`
-    (a transfer, its number stands in outputs) or empty.
+    called_with: None for a step of the host; without a function that is a wait for the transfer
+    whose number is the only output, or, where that is None, for all. kinds: per output `new` (copy
+    into its block), `work` (a transfer, its number stands in outputs) or empty.
     """
 
     function: Any
@@ -291,7 +293,7 @@ class RecorderGraph(Graph):
         program: list[Any] = []
         for node in self.nodes:
             if node.called_with is None:
-                program.append((node.function, None, None, [], [], False))
+                program.append((node.function, None, None, node.outputs, [], False))
                 continue
             args, kwargs = _changed(node.called_with, window.resolve)
             outputs = [window.resolve(o) for o in node.outputs]
@@ -310,7 +312,7 @@ class RecorderGraph(Graph):
         late = TRANSFERS in self._queues.late
         for function, args, kwargs, outputs, kinds, grad_mode in program:
             if args is None:
-                _host_step(function, pending)
+                _host_step(function, outputs, pending)
                 continue
             if grad_mode != torch.is_grad_enabled():
                 # Some operations (LSTM) make what their backward needs only in grad mode. No
@@ -380,25 +382,17 @@ class _LateTransfer:
             self._received[2].wait()
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """The place in a program where the user waited for transfer `number`, or, when that is not
-    known, for all."""
-
-    number: int | None
-
-
-def _host_step(step: Any, pending: dict[int, Any]) -> None:
-    """A recorded effect on the host: waiting for a transfer, or moving RNG state."""
-    if not isinstance(step, _Wait):
+def _host_step(step: Any, waited: list[Any], pending: dict[int, Any]) -> None:
+    """A recorded effect on the host: moving RNG state, or (None) waiting for a transfer."""
+    if step is not None:
         step()
-    elif step.number is None:
+    elif waited == [None]:
         while pending:
             pending.pop(min(pending)).wait()
-    elif step.number in pending:
-        transfer = pending.pop(step.number)
+    elif waited[0] in pending:
+        transfer = pending.pop(waited[0])
         if isinstance(transfer, _LateTransfer):
-            _run_earlier(transfer, step.number, pending)
+            _run_earlier(transfer, waited[0], pending)
         transfer.wait()
 
 
@@ -536,7 +530,7 @@ class RecorderWindow:
 
         def waited(work: Any) -> None:
             numbers = (n for n, known in enumerate(self._transfers) if known is work)
-            nodes.append(_Node(_Wait(next(numbers, None)), None, [], []))
+            nodes.append(_Node(None, None, [next(numbers, None)], []))
 
         with (
             capturing_copy_streams(self.copy_streams),
@@ -624,32 +618,24 @@ _RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar(
 )
 
 
-class _RecordedStates:
-    """Has replays read and set the state of the default generator, too. step: is given what a
-    replay has to do, in order."""
-
-    def __init__(self, step: Callable[[Callable[[], Any]], None]) -> None:
-        self._step = step
-
-    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """See state_calls."""
-        if state is not None:
-            self._step(lambda: generator.set_state(state))
-            return function()
-        read = function()
-        self._step(lambda: read.copy_(generator.get_state()))
-        return read
-
-
 @contextlib.contextmanager
 def recorded_host(
     step: Callable[[Callable[[], Any]], None], waited: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Within the block effects of this thread are told: `step` what a replay has to do, `waited`
-    for which transfer."""
+    """Within the block effects of this thread are told: `step` what a replay has to do, such as to
+    read and set the state of the default generator, too, `waited` for which transfer."""
+
+    def state_call(function: Any, generator: torch.Generator, state: Any) -> Any:
+        if state is not None:
+            step(lambda: generator.set_state(state))
+            return function()
+        read = function()
+        step(lambda: read.copy_(generator.get_state()))
+        return read
+
     token = _RECORDED.set(waited)
     try:
-        with state_calls(_RecordedStates(step)):
+        with state_calls(SimpleNamespace(state_call=state_call)):
             yield
     finally:
         _RECORDED.reset(token)
