@@ -31,9 +31,14 @@ from torch import Tensor
 from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
-from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors, add_products
-from packgraph.ops.grouped_gemm.configs import Added, Multiplied, programs_at_once
-from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
+from packgraph.ops.grouped_gemm import (
+    Added,
+    Multiplied,
+    add_by_descriptors,
+    add_products,
+    multiply_by_descriptors,
+    programs_at_once,
+)
 from packgraph.ops.linear import matrices_gradient, product
 
 TINY = Shape(32, 24, 3, 2)

@@ -4,7 +4,7 @@ Ways with more stages than a multiprocessor has memory for are left in where it 
 so and cost little.
 """
 
-from packgraph.ops.grouped_gemm.configs import Added, Multiplied
+from packgraph.ops.grouped_gemm import Added, Multiplied
 
 ALL = 1 << 20  # programs per multiprocessor: one for each tile
 

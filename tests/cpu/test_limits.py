@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
-from packgraph.ops.grouped_gemm import configs, products
+from packgraph.ops import grouped_gemm
 from packgraph.train.config.command_line import all_options
 from packgraph.train.config.presets import preset
 from packgraph.train.config.values import ValueProblem, convert
@@ -87,19 +87,19 @@ def test_which_gpus_take_the_grouped_product_of_torch(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     rows: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, is_cuda=True)
-    assert products._by_torch(rows, 64, 128) is by_torch
-    assert configs.on_hopper(rows.device) is (capability[0] == 9)
+    assert grouped_gemm._by_torch(rows, 64, 128) is by_torch
+    assert grouped_gemm.on_hopper(rows.device) is (capability[0] == 9)
 
 
 def test_the_other_kernel_of_experts_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = types.SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.float32, is_cuda=True
     )
-    monkeypatch.setattr(products, "HAS_TRITON", True)
-    assert products._by_kernel(rows)
-    monkeypatch.setattr(products, "HAS_TRITON", False)
+    monkeypatch.setattr(grouped_gemm, "HAS_TRITON", True)
+    assert grouped_gemm._by_kernel(rows)
+    monkeypatch.setattr(grouped_gemm, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="needs Triton"):
-        products._by_kernel(rows)
+        grouped_gemm._by_kernel(rows)
 
 
 def test_rows_are_of_at_most_four_gpus_and_of_hybrids_on_at_most_two() -> None:

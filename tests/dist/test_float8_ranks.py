@@ -16,8 +16,13 @@ from tracekit import differences
 
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.ops.float8.linear import FLOAT8, FLOAT8_GRADIENTS, Float8Linear, multiply_by
-from packgraph.ops.float8.split import RankSplit
+from packgraph.ops.float8.linear import (
+    FLOAT8,
+    FLOAT8_GRADIENTS,
+    Float8Linear,
+    RankSplit,
+    multiply_by,
+)
 from packgraph.ops.linear import NATIVE, linear_layer, merged
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import parallelize

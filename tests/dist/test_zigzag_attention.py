@@ -12,11 +12,10 @@ from distkit import run_ranks
 
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention import varlen as attention_varlen
-from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.api import attention, attention_metadata, gather_parts, prefixes
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.zigzag import zigzag_tables
-from packgraph.ops.attention.zigzag_attention import gather_parts, prefixes
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packgraph.ops.add_sum import add_sum, naive_add_sum
+from packgraph.ops.elementwise import add_sum, naive_add_sum
 
 pytestmark = pytest.mark.gpu
 

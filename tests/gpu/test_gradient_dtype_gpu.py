@@ -12,7 +12,7 @@ from packgraph.graphs.compiled.products import add_product
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.embedding import add_embedding_gradient, naive_embedding_gradient
 from packgraph.ops.linear import add_matrices_gradient
-from packgraph.ops.scaled_gradient import add_scaled_gradient
+from packgraph.ops.loss import add_scaled_gradient
 from packgraph.train.config.presets import preset
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer

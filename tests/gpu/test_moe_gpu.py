@@ -23,7 +23,7 @@ from packgraph.moe.router_product import (
     router_logits,
 )
 from packgraph.moe.routing import naive_route, route
-from packgraph.ops.grouped_gemm.products import grouped_problems, naive_grouped_mm
+from packgraph.ops.grouped_gemm import grouped_problems, naive_grouped_mm
 from packgraph.ops.linear import add_matrices_gradient, grouped_mm
 
 pytestmark = [

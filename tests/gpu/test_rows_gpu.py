@@ -6,7 +6,7 @@ import torch
 
 from packgraph.ops.attention.clear_rows import clear_rows, naive_clear_rows
 from packgraph.ops.embedding import PADDING_INDEX, add_embedding_gradient, embedding_gradient
-from packgraph.ops.scaled_gradient import add_scaled_gradient, scaled_gradient
+from packgraph.ops.loss import add_scaled_gradient, scaled_gradient
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]

@@ -118,7 +118,7 @@ HELD: dict[str, Held] = {
             "test_which_gpus_take_the_grouped_product_of_torch",
             "test_the_other_kernel_of_experts_needs_triton",
         ],
-        "tests/cpu/ops/grouped_gemm/test_kernels.py": [
+        "tests/cpu/ops/test_grouped_gemm.py": [
             "test_wide_numbers_and_other_devices_take_what_fits_everywhere",
             "test_descriptors_are_for_the_device_they_were_tried_on",
         ],

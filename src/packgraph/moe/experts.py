@@ -27,7 +27,7 @@ keeping it from the forward on would cost in memory, a third of what an expert l
 its products (without a gate half of it).
 
 Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined
-there (nothing reads them, see ops/grouped_gemm/products.py), the gradient of the weights is 0. On
+there (nothing reads them, see ops/grouped_gemm.py), the gradient of the weights is 0. On
 CUDA they cost nothing: kernels in moe/activation_kernel.py look up how many rows there are.
 """
 

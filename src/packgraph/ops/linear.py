@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from packgraph.ops.grouped_gemm import products as grouped
+from packgraph.ops import grouped_gemm as grouped
 
 Kind = TypeVar("Kind", bound=nn.Module)
 NATIVE = "bf16"  # in the dtype of the operands, whatever it is
@@ -88,7 +88,7 @@ class LinearProduct(ABC):
 
 class NativeProduct(LinearProduct):
     """Products in the dtype of their operands, by torch and by the kernels of
-    `ops/grouped_gemm`."""
+    `ops/grouped_gemm.py`."""
 
     name, splits = NATIVE, True
 

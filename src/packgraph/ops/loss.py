@@ -9,6 +9,19 @@ gradient in the backward pass: no second product with the head, which is a quart
 small model. Rows with the label -100 contribute exactly zero, whatever their hidden state holds. A
 label outside the vocabulary makes the loss and the gradients NaN: on a device nothing else can be
 said without waiting for it. Nothing is atomic, so results repeat bitwise.
+
+By single operations a row of logits is read and written about ten times, in float32 half of them;
+with a vocabulary of 152k that costs as much as the three products with the head. On CUDA one kernel
+reads it twice and writes the gradient over it. Every row is a program: a first pass finds maximum
+and sum of exponentials (online, Milakov and Gimelshein 2018, arXiv:1805.02867), a second one writes
+softmax - one_hot in the logits' own dtype. A row of 152k words is larger than shared memory, and
+those under way are larger than the cache: so the second pass goes backwards and begins with what
+was read last, and what it has written is the first to leave.
+
+The gradient of the head's matrix is there before the factor is known. Compiled code multiplies and
+adds to the weight's `.grad` at once (`add_scaled_gradient`, which graphs/compiled/products.py puts
+in place of `scaled_gradient`): three numbers of an element are moved where two operations move
+five.
 """
 
 from typing import Any
@@ -18,12 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packgraph.ops.scaled_gradient import scaled, scaled_gradient
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON, tl, triton
 
 IGNORED = -100
 CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
 COPIED_ELEMENTS = 2**28  # where single operations make copies of them, some in float32
+BLOCK = 8192
+
+
+# Of gradients that the kernel adds: float32 ones go by two operations.
+ADDED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+ADDED_BLOCK, ADDED_WARPS = 4096, 8  # elements and warps of a program
 
 
 def token_count(labels: Tensor) -> Tensor:
@@ -61,6 +81,19 @@ def rows_per_chunk(vocab_size: int, itemsize: int | None = None) -> int:
     """
     elements = COPIED_ELEMENTS if itemsize is None else CHUNK_BYTES // itemsize
     return max(elements // vocab_size // 128, 1) * 128
+
+
+def naive_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
+) -> Tensor:
+    """The specification: all logits at once, torch's cross-entropy over the rows that count."""
+    counted = labels != IGNORED
+    logits, words = (hidden[counted] @ weight.t()).float() * scale, labels[counted]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    legal = is_word(words, weight.shape[0])
+    losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
+    return (losses * torch.where(legal, 1.0, torch.nan)).sum()
 
 
 def linear_cross_entropy(
@@ -113,19 +146,6 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(
         hidden, weight, labels, rows, want_hidden, want_weight, own, scale, softcap
     )
-
-
-def naive_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
-) -> Tensor:
-    """The specification: all logits at once, torch's cross-entropy over the rows that count."""
-    counted = labels != IGNORED
-    logits, words = (hidden[counted] @ weight.t()).float() * scale, labels[counted]
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    legal = is_word(words, weight.shape[0])
-    losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
-    return (losses * torch.where(legal, 1.0, torch.nan)).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -210,23 +230,6 @@ def gradient_of_products(
     return found if scale == 1.0 else found.mul_(scale)
 
 
-def gradient_of_logits(
-    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
-) -> Tensor | None:
-    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if
-    `wanted`.
-
-    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
-    kernel does it all, see `ops/loss_kernel.py`.
-    """
-    if writes_over(logits):
-        from packgraph.ops.loss_kernel import logits_to_gradients
-
-        logits_to_gradients(logits, labels, losses)
-        return logits if wanted else None
-    return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
-
-
 def naive_gradient_of_logits(
     logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
 ) -> Tensor | None:
@@ -250,3 +253,136 @@ def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
     """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as
     rows of logits are the largest tensors of a step."""
     return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)
+
+
+@triton.jit
+def _row(  # type: ignore[no-untyped-def]
+    logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, IGNORED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    counted = label != IGNORED
+    legal = (label >= 0) & (label < SIZE)
+    target = tl.where(legal, label, 0)
+    start = logits + row * stride
+    at_target = tl.load(start + target).to(tl.float32)
+    largest = -float("inf")
+    total = 0.0
+    for first in range(0, SIZE, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(
+            start + column, mask=column < SIZE, other=-float("inf"), eviction_policy="evict_last"
+        ).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(value, 0))
+        shift = tl.where(
+            larger == -float("inf"), 0.0, larger
+        )  # so far nothing but -inf, and inf - inf is no number
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift), 0)
+        largest = larger
+    log_sum = largest + tl.log(total)
+    illegal = tl.where(
+        legal, 0.0, float("nan")
+    )  # added: there is no number for a word that does not exist
+    tl.store(losses + row, tl.where(counted, log_sum - at_target + illegal, 0.0))
+    less = at_target - log_sum
+    # p - 1 without cancellation: by the series of expm1 where p is close to 1
+    series = less * (1.0 + less * (0.5 + less * (1.0 / 6.0 + less * (1.0 / 24.0))))
+    gradient_at_target = tl.where(less > -0.1, series, tl.exp(less) - 1.0)
+    for before in range(0, SIZE, BLOCK):
+        column = (SIZE - 1) // BLOCK * BLOCK - before + tl.arange(0, BLOCK)
+        value = tl.load(start + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
+        gradient = tl.where(column == target, gradient_at_target, tl.exp(value - log_sum))
+        gradient = tl.where(counted, gradient + illegal, 0.0)
+        tl.store(start + column, gradient, mask=column < SIZE, eviction_policy="evict_first")
+
+
+@torch.library.custom_op("packgraph::logits_to_gradients", mutates_args=("logits", "losses"))
+def logits_to_gradients(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """Write the loss of every row to `losses` and the gradient of its logits over `logits`.
+
+    logits: [C, V], a float dtype, rows contiguous. labels: int64 [C], -100 = the row does not
+    count: loss and gradient are exactly 0, whatever it holds. A label outside [0, V) gives a loss
+    and gradients of NaN; nothing is read outside the row. losses: float32 [C]. One operation for
+    torch.compile.
+    """
+    rows, size = logits.shape
+    _row[(rows,)](
+        logits,
+        labels,
+        losses,
+        logits.stride(0),
+        SIZE=size,
+        BLOCK=min(BLOCK, triton.next_power_of_2(size)),
+        IGNORED=-100,
+        num_warps=8 if size > 4096 else 4,
+    )
+
+
+def gradient_of_logits(
+    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
+) -> Tensor | None:
+    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if
+    `wanted`.
+
+    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
+    kernel does it all, see `ops/loss.py`.
+    """
+    if writes_over(logits):
+        logits_to_gradients(logits, labels, losses)
+        return logits if wanted else None
+    return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
+
+
+def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's
+    dtype."""
+    return None if gradient is None else _scaled(gradient, factor)
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded
+    # to bfloat16 first, which puts the same error into every gradient.
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+
+
+@triton.jit
+def _add_product(total, part, factor, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    found = tl.load(part + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    found = found.to(total.dtype.element_ty).to(tl.float32)
+    found += tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, found.to(total.dtype.element_ty), mask=inside)
+
+
+def add_scaled(total: Tensor, part: Tensor, factor: Tensor) -> None:
+    """total += part * factor, the product rounded to total's dtype before it is added. Both
+    contiguous, of at most 32 bits. factor: float32, one number."""
+    size = total.numel()
+    if size:
+        grid = (triton.cdiv(size, ADDED_BLOCK),)
+        # Unfused, so that a product for a float32 total is rounded, too, as by two operations.
+        options = {"num_warps": ADDED_WARPS, "enable_fp_fusion": False}
+        _add_product[grid](total, part, factor, size, BLOCK=ADDED_BLOCK, **options)
+
+
+@torch.library.custom_op("packgraph::scaled_gradient", mutates_args=())
+def scaled_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    """`scaled(gradient, factor)`, which is the gradient of `weight`."""
+    return _scaled(gradient, factor)
+
+
+@torch.library.custom_op("packgraph::add_scaled_gradient", mutates_args=("total",))
+def add_scaled_gradient(total: Tensor, gradient: Tensor, factor: Tensor, weight: Tensor) -> None:
+    """total += `scaled_gradient(gradient, factor, weight)`: the same bits where total has their
+    dtype. Where it is float32, the product is not rounded to a narrower one."""
+    whole = total.is_contiguous() and gradient.is_contiguous()
+    if HAS_TRITON and whole and total.is_cuda and gradient.dtype in ADDED_DTYPES:
+        add_scaled(total, gradient, factor)
+    else:
+        total.add_(_scaled(gradient.to(total.dtype), factor))
+
+
+@scaled_gradient.register_fake
+def _scaled_shape(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(gradient)

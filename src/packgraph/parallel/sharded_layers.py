@@ -58,8 +58,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
 from packgraph.graphs.stages import Stage, State, run_stages
-from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+from packgraph.ops.elementwise import add_sum
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.parallel.peer_copies import Exchange, Peers, Reduction

@@ -11,7 +11,7 @@ rows everywhere. Embedding and head are split along the vocabulary. The invarian
 stage to stage of the model is a plain tensor, this rank's rows or all of them; DTensors live
 between a module's entry and its exit only, so graphs see local tensors.
 
-Layers in float8 are split alike, and multiply local tensors (`ops/float8/split.py`). They have no
+Layers in float8 are split alike, and multiply local tensors (`ops/float8/linear.py`). They have no
 hooks, so layers that read one input go on to cast it once.
 
 Experts are not split: every rank routes all rows, as its router's balance needs, and keeps its own
@@ -33,8 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from packgraph.ops.float8.linear import Float8Linear, layer_problem
-from packgraph.ops.float8.split import RankSplit
+from packgraph.ops.float8.linear import Float8Linear, RankSplit, layer_problem
 from packgraph.ops.linear import PRODUCTS
 from packgraph.parallel.mesh import Mesh
 

@@ -29,8 +29,7 @@ from packgraph.ops.log_probabilities import (
     linear_log_probabilities,
     log_probability_rows,
 )
-from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk
-from packgraph.ops.scaled_gradient import scaled
+from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:

@@ -14,7 +14,7 @@ from moekit import Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.experts import Experts, activation
-from packgraph.ops.grouped_gemm.products import grouped_problems, naive_grouped_mm
+from packgraph.ops.grouped_gemm import grouped_problems, naive_grouped_mm
 from packgraph.ops.linear import grouped_mm
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -150,7 +150,7 @@ def test_activation_equals_the_operations(gated, ends, width, dtype):
 )
 @pytest.mark.parametrize(("of_left", "of_right"), [(40, 24), (130, 300)])
 def test_products_are_added_to_what_is_there(ends, of_left, of_right):
-    from packgraph.ops.grouped_gemm.add_kernel import add_products
+    from packgraph.ops.grouped_gemm import add_products
 
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(210, of_left), torch.randn(210, of_right + 4)[:, :of_right]

@@ -96,7 +96,7 @@ def test_operations_are_registered_as_torch_wants_them():
     ("tokens", "words", "width"), [(1, 1, 1), (7, 3, 20), (100, 4, 300), (64, 50, 256)], ids=str
 )
 def test_the_kernel_sums_rows_by_word(tokens, words, width, dtype):
-    from packgraph.ops.embedding_kernel import add_rows
+    from packgraph.ops.embedding import add_rows
 
     drawn, weight, grad = draw(tokens, words, width, dtype)
     drawn[5::7] = PADDING_INDEX

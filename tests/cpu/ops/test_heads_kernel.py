@@ -12,7 +12,7 @@ CUT = 2.0  # the interpreter cuts numbers off where hardware rounds them: twice 
 
 
 def by_kernel(q, k, weights, cos_sin, grads, programs, *, frozen=False):
-    from packgraph.ops.heads_kernel import turn, turn_backward
+    from packgraph.ops.heads import turn, turn_backward
 
     outputs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
     gradients = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)

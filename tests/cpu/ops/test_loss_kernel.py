@@ -14,7 +14,7 @@ pytestmark = needs_triton
 @inside
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
 def test_kernel_equals_the_operations(dtype, size):
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss import logits_to_gradients
 
     torch.manual_seed(0)
     logits = (4 * torch.randn(6, size)).to(dtype)
@@ -36,7 +36,7 @@ def test_kernel_equals_the_operations(dtype, size):
 @pytest.mark.parametrize("label", [-1, 50, 64, 5000, -101, 2**40, -(2**40)])
 def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
     """The rows lie in a larger buffer, whose other numbers an illegal label would find."""
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss import logits_to_gradients
 
     torch.manual_seed(0)
     buffer = torch.randn(5, 64)
@@ -57,7 +57,7 @@ def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
 def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
     """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the
     losses among it."""
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss import logits_to_gradients
 
     def by_kernel(logits, labels, losses, *, wanted):
         logits_to_gradients(logits, labels, losses)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.ops.scaled_gradient import add_scaled_gradient, scaled, scaled_gradient
+from packgraph.ops.loss import add_scaled_gradient, scaled, scaled_gradient
 
 DTYPES = [torch.float32, torch.bfloat16]
 FACTOR = torch.tensor(1 / 3)
@@ -48,7 +48,7 @@ def test_operations_are_registered_as_torch_wants_them():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(1,), (4097,), (0,)], ids=str)
 def test_the_kernel_has_the_bits_of_two_operations(size, dtype):
-    from packgraph.ops.scaled_gradient_kernel import add_scaled
+    from packgraph.ops.loss import add_scaled
 
     gradient, total = draw(dtype, size)[0], draw(torch.float32, size)[1]
     expected = total + scaled(gradient.float(), FACTOR)

@@ -33,7 +33,7 @@ from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
-from packgraph.ops.attention.options import ScoreOptions
+from packgraph.ops.attention.metadata import ScoreOptions
 from packgraph.packing.batch import PackedBatch
 
 BATCH = "packed_batch"  # keyword argument of layers

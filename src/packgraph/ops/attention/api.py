@@ -12,26 +12,51 @@ gradients, whatever the padding rows of q, k and v held.
     varlen   torch's own kernel                                                         CUDA, bfloat16, float16
     sdpa     torch's SDPA with a [T, T] mask                                            everywhere
 
-Of the options (options.py) flash and varlen know windows and sinks, sdpa all.
+Of the options (`ScoreOptions`) flash and varlen know windows and sinks, sdpa all.
 
 `packed_attention` is the same for modules of users, from a PackedBatch.
+
+Where a row is spread over ranks, either heads are exchanged for rows (context.py), or the row is
+cut in zigzag (zigzag.py): queries stay, keys and values of all ranks come.
+
+    k, v of own rows --all-gather--> of all rows --reorder--> prefixes --+ q of own rows
+    -------------------------------------------------------+-- attention by any backend --> own rows
+
+The backward goes the same way back: gradients of prefixes are added up for each row (two addends at
+most), sent to the ranks whose rows they are, and added up there in the order of ranks. All are
+gathers and sums in a fixed order, no atomics: same bits in every run, whatever the documents are. A
+rank keeps the prefixes for the backward: T + T / 2c rows of keys and values where ulysses keeps T
+rows of 1 / c of the heads. Padding inside documents is attended to by padding alone, is zero in the
+output, and its gradients are zero.
 """  # noqa: E501
 
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from packgraph.ops.attention.context import own_heads_back, whole_rows
+from packgraph.ops.attention.context import (
+    ContextGroup,
+    group_of,
+    own_heads_back,
+    swap_parts,
+    whole_rows,
+)
 from packgraph.ops.attention.flash import flash_attention, flash_problems
-from packgraph.ops.attention.metadata import AttentionMetadata, attention_metadata
-from packgraph.ops.attention.options import PLAIN, ScoreOptions
+from packgraph.ops.attention.metadata import (
+    PLAIN,
+    AttentionMetadata,
+    ScoreOptions,
+    attention_metadata,
+)
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
-from packgraph.ops.attention.zigzag_attention import zigzag_attention
+from packgraph.ops.attention.zigzag import PrefixRows
+from packgraph.ops.collectives import all_gather_flat
 from packgraph.packing.batch import PackedBatch
 
 __all__ = [
@@ -212,7 +237,7 @@ def attention(
     head h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero
     in padding. Where the row is spread over ranks (`meta.context`), T is the number of this rank's
     rows in q, k, v and the result; the ranks exchange heads for rows (ops/attention/context.py) or
-    gather keys and values (ops/attention/zigzag_attention.py), so the call is collective. options:
+    gather keys and values (ops/attention/api.py), so the call is collective. options:
     windows and the like, for rows that are not spread. Raises ValueError for shapes that do not fit
     together, and for what the backend does not support.
     """
@@ -291,3 +316,98 @@ def packed_attention(
             f"unknown attention backend {backend!r}: use auto or one of {', '.join(BACKENDS)}"
         )
     return attention(q, k, v, attention_metadata(batch, backend), scale=scale)
+
+
+def zigzag_attention(
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None, backend: Backend
+) -> Tensor:
+    """Attention of own rows over the whole row: q [R, Hq, D], k [R, Hkv, D], v [R, Hkv, Dv] -> [R,
+    Hq, Dv], zero in padding. meta: with `keys`. Collective. Raises ValueError where k and v are of
+    two dtypes."""
+    assert meta.context is not None and meta.keys is not None
+    padding = meta.padding_mask[:, None, None]
+    if (
+        not meta.finite_padding
+    ):  # padding inside documents lies among their rows, where a kernel reads it
+        q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
+    out = backend(q, *prefixes(k, v, meta.keys, meta.context), meta, scale, PLAIN)
+    return out.masked_fill(padding, 0.0)
+
+
+def prefixes(
+    k: Tensor, v: Tensor, keys: PrefixRows, context: ContextGroup
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of own rows [R, H, D] and [R, H, Dv] -> of the prefixes [Kx, H, D] and [Kx,
+    H, Dv]; in the tail stand those of some row. Collective. Raises ValueError where they are of two
+    dtypes."""
+    if k.dtype != v.dtype:
+        raise ValueError(
+            f"keys and values travel together, so they must be of one dtype, not {k.dtype} and "
+            f"{v.dtype}; "
+            "cast them before attention"
+        )
+    own = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+    every = gather_parts(own, context).flatten(0, 1)
+    found = _Reorder.apply(every, keys.take, keys.places, k.shape[1] * k.shape[2])
+    return found[0].unflatten(1, k.shape[1:]), found[1].unflatten(1, v.shape[1:])
+
+
+def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
+    """Gathers the parts of all ranks: x [...] -> [size, ...], rank r's at [r]. Collective.
+    Differentiable: every rank gets the sum of what the ranks say of its part, added up in their
+    order (in float32 where x is narrower)."""
+    made: Tensor = _gather(x, context.name, context.size)
+    return made
+
+
+class _Reorder(torch.autograd.Function):
+    """every [M, C] -> rows `take` of its first `columns` columns [Kx, columns] and of the others
+    [Kx, C - columns].
+
+    places: int64 [M, 2], where each row went, -1 = nowhere. Reads no gradient that lies at no
+    place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, every: Tensor, take: Tensor, places: Tensor, columns: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places)
+        return every[:, :columns].index_select(0, take), every[:, columns:].index_select(0, take)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        nowhere, safe = (places < 0).unbind(1), places.clamp(min=0).unbind(1)
+        sums = []
+        for grad in grads:
+            first, second = (
+                grad.index_select(0, at).masked_fill(none[:, None], 0.0)
+                for at, none in zip(safe, nowhere, strict=True)
+            )
+            sums.append(first + second)
+        return torch.cat(sums, dim=1), None, None, None
+
+
+@torch.library.custom_op("packgraph::gather_parts", mutates_args=())
+def _gather(x: Tensor, group: str, size: int) -> Tensor:
+    out = x.new_empty(size, *x.shape)
+    all_gather_flat(out.flatten(0, 1), x.contiguous(), group=group_of(group))
+    return out
+
+
+@_gather.register_fake
+def _gathered_shape(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty(size, *x.shape)
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _sum_parts(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return swap_parts(grad, ctx.group).sum(0), None, None
+
+
+_gather.register_autograd(_sum_parts, setup_context=_save_group)

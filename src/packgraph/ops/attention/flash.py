@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from packgraph.ops.attention.clear_rows import clear_rows
-from packgraph.ops.attention.metadata import AttentionMetadata
-from packgraph.ops.attention.options import (
+from packgraph.ops.attention.metadata import (
     PLAIN,
+    AttentionMetadata,
     ScoreOptions,
     gradient_of_sinks,
     lacking,

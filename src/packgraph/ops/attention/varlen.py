@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.ops.attention.clear_rows import clear_rows
-from packgraph.ops.attention.metadata import AttentionMetadata
-from packgraph.ops.attention.options import (
+from packgraph.ops.attention.metadata import (
     PLAIN,
+    AttentionMetadata,
     ScoreOptions,
     gradient_of_sinks,
     lacking,

@@ -32,10 +32,21 @@ kept from call to call that a graph would freeze.
 The invariant: a row of the result depends on this row of x alone. Elsewhere than on CUDA products
 are those of the same codes, multiplied in float32.
 
-Where matrices are split over ranks, all this holds for each rank's part (`split.py`).
+Where matrices are split over ranks (`RankSplit`), all this holds for each rank's part:
+
+    outputs split    x [R, I], whole on all ranks -- W [O / ranks, I] --> [R, O / ranks]
+                     gradient of x: a share [R, I] of each rank, summed over ranks
+    inputs split     x [R, I / ranks] -- W [O, I / ranks] --> a share [R, O] of each rank, summed
+                     over ranks, then the bias
+
+So where outputs are split, rows of x and of W have the scales of whole rows; where inputs are
+split, those of a rank's part of the row. Sums over ranks are of results, in the dtype of the
+products. DTensors are parameters, and what says how gradients are summed: nothing dispatches on
+them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -43,8 +54,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from packgraph.ops import grouped_gemm as grouped
 from packgraph.ops.float8.cast import (
     BLOCK,
     SMALLEST_INVERSE,
@@ -54,8 +67,6 @@ from packgraph.ops.float8.cast import (
     rows_to_float8,
     swizzled,
 )
-from packgraph.ops.float8.split import RankSplit, local_part
-from packgraph.ops.grouped_gemm import products as grouped
 from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_plain
 
 FLOAT8 = "fp8"
@@ -118,6 +129,65 @@ def size_problem(inputs: int, outputs: int, precision: str = FLOAT8) -> str | No
     return None
 
 
+@dataclass(frozen=True)
+class RankSplit:
+    """Split of a layer's matrix [O, I] over the ranks of a mesh with one dimension.
+
+    Attributes:
+        mesh: The ranks.
+        of_outputs: Whether outputs are split, else inputs.
+        splits_rows: Where inputs are split, whether each rank gets its part [R / ranks, O] of the
+            rows of the sum, else all of them.
+    """
+
+    mesh: DeviceMesh
+    of_outputs: bool
+    splits_rows: bool = False
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Returns the operand that this rank multiplies, a plain tensor.
+
+        x: [..., I], plain or a DTensor, with the same values on all ranks where outputs are split;
+        plain [..., I / ranks] where inputs are. Raises ValueError for a DTensor that is split.
+        """
+        if isinstance(x, DTensor):
+            if not self.of_outputs or x.placements != (Replicate(),):
+                kind = "outputs" if self.of_outputs else "inputs"
+                raise ValueError(
+                    f"a layer in float8 whose {kind} are split over ranks cannot read a DTensor "
+                    f"with placements {x.placements}"
+                )
+        elif self.of_outputs:
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        else:
+            return x
+        operand: Tensor = x.to_local(grad_placements=[Partial()])
+        return operand
+
+    def result(self, made: Tensor, bias: Tensor | None) -> Tensor:
+        """Layer's output, a plain tensor. made: this rank's product; bias: the layer's."""
+        if self.of_outputs:
+            return made if bias is None else made + local_part(bias).to(made.dtype)
+        share = DTensor.from_local(made, self.mesh, [Partial()], run_check=False)
+        rows = Shard(0) if self.splits_rows else Replicate()
+        whole: Tensor = share.redistribute(self.mesh, [rows]).to_local()
+        if bias is None:
+            return whole
+        # Each rank adds it to the rows that it gets, so where these are parts of all rows, ranks
+        # have shares of its gradient.
+        share_of_bias = Partial() if self.splits_rows else Replicate()
+        own: Tensor = bias.to_local(grad_placements=[share_of_bias])  # type: ignore[attr-defined]
+        return whole + own.to(whole.dtype)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, differentiably; a plain tensor itself."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part: Tensor = parameter.to_local()
+    return part
+
+
 @torch.library.custom_op("packgraph::float8_product", mutates_args=())
 def float8_product(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
     """[R, O] = rows @ weight^T in weight's dtype. codes: [R, I] and inverse: [R, 1], of rows;
@@ -178,18 +248,6 @@ def _weight_shape(
     grad: Tensor, grad_inverse: Tensor, codes: Tensor, inverse: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return grad.new_empty(grad.shape[0], codes.shape[0], dtype=dtype)
-
-
-@add_float8_weight_gradient.register_fake
-def _adding_shape(
-    total: Tensor,
-    grad: Tensor,
-    grad_inverse: Tensor,
-    codes: Tensor,
-    inverse: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    return None
 
 
 def _multiply(

@@ -6,7 +6,7 @@
                                                           Mamba-2: mamba/heads.py
 
     or, in zigzag          rank 0   quarters 0 and 3 of every document     ops/attention/zigzag.py
-                           rank 1   quarters 1 and 2                       attention: ops/attention/zigzag_attention.py
+                           rank 1   quarters 1 and 2                       attention: ops/attention/api.py
 
 All ranks of the axis get the same whole batch (boundaries, tokens, labels: a few bytes per token)
 and take their rows on the device, so nothing depends on lengths on the host. Parameters are copies;

@@ -44,7 +44,7 @@ def test_rows_of_padding_become_zero(dtype, kept):
 @pytest.mark.parametrize("kept", [0, 1, 20, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_writes_rows_of_padding_alone(dtype, kept, count):
-    from packgraph.ops.attention.clear_rows_kernel import clear
+    from packgraph.ops.attention.clear_rows import clear
 
     tensors = [draw(shape, dtype) for shape in SHAPES[1 : 1 + count]]
     masks = tails(*(x.shape[0] for x in tensors), kept=kept)
@@ -56,7 +56,7 @@ def test_the_kernel_writes_rows_of_padding_alone(dtype, kept, count):
 @needs_triton
 @inside
 def test_the_kernel_follows_any_mask_and_leaves_what_lies_between_rows():
-    from packgraph.ops.attention.clear_rows_kernel import clear
+    from packgraph.ops.attention.clear_rows import clear
 
     whole = draw((40, 6, 16), torch.bfloat16)
     part, mask, before = whole[:, 1:3], torch.arange(40) % 5 == 2, whole.clone()

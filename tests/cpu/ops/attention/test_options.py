@@ -13,7 +13,7 @@ from packgraph.ops.attention import varlen as attention_varlen
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.flash import Kernels, Library
-from packgraph.ops.attention.options import ScoreOptions
+from packgraph.ops.attention.metadata import ScoreOptions
 
 # both sides are float32 sums of at most 24 terms of size one in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}

@@ -113,7 +113,7 @@ def exact(x):
 @pytest.mark.parametrize("size", [(9, 33), (130, 70), (6, 5000)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_have_the_bits_of_the_specification(dtype, size):
-    from packgraph.ops.float8.cast_kernel import cast_columns, cast_rows
+    from packgraph.ops.float8.cast import cast_columns, cast_rows
 
     x = exact(rows(dtype, size=size))
     assert same(cast_rows(x), naive_rows_to_float8(x))

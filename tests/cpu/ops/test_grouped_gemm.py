@@ -1,7 +1,6 @@
 """Grouped products by descriptors and by pointers against one product after the other; the choice
 of a way."""
 
-import importlib
 import types
 
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.ops.grouped_gemm import configs as grouped_ways
-from packgraph.ops.grouped_gemm.configs import (
+from packgraph.ops import grouped_gemm as grouped_ways
+from packgraph.ops.grouped_gemm import (
     ADDED,
     ADDED_ANYWHERE,
     MULTIPLIED,
@@ -22,8 +21,8 @@ from packgraph.ops.grouped_gemm.configs import (
     describable,
     multiplied_anywhere,
     multiplied_way,
+    naive_grouped_mm,
 )
-from packgraph.ops.grouped_gemm.products import naive_grouped_mm
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
@@ -55,7 +54,7 @@ def add_in_memory(builder, kind, descriptor, value, indices):
 def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors
+    from packgraph.ops.grouped_gemm import add_by_descriptors
 
     monkeypatch.setattr(
         InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False
@@ -77,7 +76,7 @@ def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
 def test_rows_of_others_do_not_reach_a_sum():
     """Neither by a product with zero: a row of the next expert is NaN on one side and infinite on
     the other."""
-    from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors
+    from packgraph.ops.grouped_gemm import add_by_descriptors
 
     left, right = torch.randn(40, 16), torch.randn(40, 16)
     left[10:20], right[10:20] = NAN, float("inf")
@@ -104,7 +103,7 @@ def test_rows_of_others_do_not_reach_a_sum():
     ids=str,
 )
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
-    from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
+    from packgraph.ops.grouped_gemm import multiply_by_descriptors
 
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a, matrices = (
@@ -128,7 +127,7 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
 ):
     """Widths of 37 and 71 fill no tile and begin nowhere in particular; rows beyond the last hold
     NaN."""
-    from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_pointers
+    from packgraph.ops.grouped_gemm import multiply_by_pointers
 
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a = torch.randn(ROWS, 44)[:, :37].to(dtype)
@@ -151,7 +150,7 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_pointers_add_products_of_any_width(ends, dtype):
-    from packgraph.ops.grouped_gemm.add_kernel import add_products
+    from packgraph.ops.grouped_gemm import add_products
 
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
@@ -175,21 +174,21 @@ POINTERS = dict.fromkeys(("out", "a", "matrices", "total", "left", "right"), "*f
 @outside
 @needs_triton
 @pytest.mark.parametrize(
-    ("file", "name", "way"),
+    ("name", "way"),
     [
-        *(("multiply_kernel", "_multiply", way) for _, way in MULTIPLIED_ANYWHERE),
-        ("add_kernel", "_add", ADDED_ANYWHERE),
+        *(("_multiply", way) for _, way in MULTIPLIED_ANYWHERE),
+        ("_add", ADDED_ANYWHERE),
     ],
     ids=str,
 )
-def test_float32_is_multiplied_as_such_on_gpus_of_every_age(file, name, way):
+def test_float32_is_multiplied_as_such_on_gpus_of_every_age(name, way):
     """TF32 would drop what is below one part in 2,048; the interpreter knows no TF32, so compiled
     code is read."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"packgraph.ops.grouped_gemm.{file}"), name)
+    kernel = getattr(grouped_ways, name)
     constants = {
         key.upper(): value
         for key, value in way._asdict().items()

@@ -1,1 +1,0 @@
-"""Products of rows with the matrix of their expert: operations, kernels, and which kernel when."""
