@@ -41,8 +41,8 @@ from packgraph.bench.variants import Graphed, Maker, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
-from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
+from packgraph.moe.dispatch.over_ranks import HostSplitsDispatcher
 from packgraph.moe.permute import RowPlan, plan_rows
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import pages_for, stash_memory

@@ -253,10 +253,8 @@ def time_neighbours(session: Session, case: Case) -> None:
 
 def time_pieces(session: Session, case: Case) -> None:
     """A row for every kernel of SSD alone."""
-    from packgraph.mamba import ssd_backward_kernel as backward
-    from packgraph.mamba import ssd_forward_kernel as forward
-    from packgraph.mamba import ssd_kernel as kernels
-    from packgraph.mamba import ssd_values_kernel as values
+    from packgraph.mamba import ssd_backward as backward
+    from packgraph.mamba import ssd_forward as kernels
 
     x, dt, a, b, c, d = case.operands
     ids, dy, sizes = (
@@ -273,7 +271,7 @@ def time_pieces(session: Session, case: Case) -> None:
         "tables": lambda: kernels.tables_of(dt, a, ids, sizes),
         "scores": lambda: kernels.scores_of(b, c, ids, sizes),
         "carry": lambda: kernels.carry(x, b, ids, tables, through, sizes),
-        "all of forward": lambda: forward.forward(x, dt, a, b, c, d, ids, case.chunk),
+        "all of forward": lambda: kernels.forward(x, dt, a, b, c, d, ids, case.chunk),
         "carry back": lambda: kernels.carry(dy, c, ids, tables, through, sizes, entering),
         "pairs": lambda: backward.pair_gradients(x, dy, ids, tables, scores, sizes),
         "shared, c": lambda: backward.shared_gradient(
@@ -282,7 +280,7 @@ def time_pieces(session: Session, case: Case) -> None:
         "shared, b": lambda: backward.shared_gradient(
             x, c, of_scores, of_leaving, ids, tables, sizes
         ),
-        "values": lambda: values.value_gradients(
+        "values": lambda: backward.value_gradients(
             x, dy, b, c, d, ids, tables, scores, of_leaving, sizes
         ),
         "all of backward": lambda: backward.backward(dy, x, dt, a, b, c, d, ids, case.chunk),

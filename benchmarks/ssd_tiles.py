@@ -13,7 +13,7 @@ changed. Then what was right is timed (median over replays of a graph that holds
 times): the best five of each piece are printed (`section` best), and today's way with them. In the
 end (`section` whole) forwards and backwards as a whole: today's, those of the best pieces, those
 that write no states, those with chunks of other sizes in the forward, and mamba_ssm's; `ways` is
-what to write into the table of mamba/ssd_configs.py. Printed are these and failures, --out keeps
+what to write into the table of mamba/ssd_forward.py. Printed are these and failures, --out keeps
 all rows. Without CUDA everything is tiny and runs in Triton's interpreter (TRITON_INTERPRET=1),
 which shows that the script works and nothing else.
 """
@@ -28,22 +28,31 @@ from pathlib import Path
 import torch
 from moe_experts import Row, Session, distance
 from ssd import Case, by_mamba, draw
-from ssd_tiles_candidates import Way, candidates
+from ssd_tiles_candidates import candidates
 from torch import Tensor
 from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
 from packgraph.mamba.ssd import chunked_ssd
-from packgraph.mamba.ssd_backward_kernel import (
+from packgraph.mamba.ssd_backward import (
     backward,
     pair_gradients,
     shared_gradient,
     step_gradients,
+    value_gradients,
 )
-from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Mix, ways_for
-from packgraph.mamba.ssd_forward_kernel import forward, mix
-from packgraph.mamba.ssd_kernel import carry, scores_of, sizes_of, tables_of
-from packgraph.mamba.ssd_values_kernel import value_gradients
+from packgraph.mamba.ssd_forward import (
+    EVERYWHERE,
+    KernelConfigs,
+    Launch,
+    carry,
+    forward,
+    mix,
+    scores_of,
+    sizes_of,
+    tables_of,
+    ways_for,
+)
 
 RELATIVE = 0.015  # bfloat16: factors of products are rounded
 WORKERS, CHECKING = 14, 0.65  # processes that check, and the part of the time they may take
@@ -57,7 +66,7 @@ FORWARD = (
 Work = Callable[[], object]
 
 
-def written(way: Way | KernelConfigs) -> str:
+def written(way: Launch | KernelConfigs) -> str:
     """A way as it would be written in the table, without what is usual."""
     fields = [
         (name, value) for name, value in way._asdict().items() if value != way._field_defaults[name]
@@ -112,7 +121,7 @@ def shape_of(session: Session, options: argparse.Namespace) -> tuple[int, int, i
     return (options.heads, options.groups, options.chunk) if session.cuda else (4, 2, 16)
 
 
-def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Way) -> Row:
+def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Launch) -> Row:
     """A way against the twin; twice; with one document changed; nothing from padding."""
     ways = EVERYWHERE._replace(**{piece: way})
     first, second = (results_of(case, piece, ways) for _ in range(2))
@@ -164,7 +173,7 @@ def work_through(session: Session, options: argparse.Namespace) -> None:
     report(options.check, check_both)
 
 
-def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, Way]]:
+def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, Launch]]:
     """Check every way; those that are right."""
     ways = candidates(session.cuda)
     shape = [f"--{name}={getattr(options, name)}" for name in ("heads", "groups", "chunk")]
@@ -174,7 +183,7 @@ def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, 
     return [pair for pair, row in zip(ways, found, strict=True) if row["ok"]]
 
 
-def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
+def works_of(case: Case) -> dict[str, Callable[[Launch], Work]]:
     """For every piece what a way makes work of, alone, on what the other pieces made."""
     x, dt, a, b, c, d = case.operands
     ids, dy, sizes = case.ids, case.grad, sizes_of(x, b, case.chunk)
@@ -187,7 +196,7 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
     _, direct, left, _ = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes)
     parts = (a, tables, *sums, entered, left, direct, carried, sizes, dt.dtype)
 
-    def mixed(way: Mix) -> Work:
+    def mixed(way: Launch) -> Work:
         return lambda: mix(x, b, c, d, ids, tables, entering, sizes, EVERYWHERE._replace(mix=way))
 
     return {
@@ -220,7 +229,9 @@ def timed(session: Session, make: Callable[[], Work]) -> Row:
         return {"error": why(error)}
 
 
-def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> dict[str, list[Way]]:
+def time_pieces(
+    session: Session, case: Case, ways: list[tuple[str, Launch]]
+) -> dict[str, list[Launch]]:
     """Rows of times for all ways; for each piece its ways, the fastest first."""
     works, ordered = works_of(case), {}
     for piece, make in works.items():
@@ -259,9 +270,9 @@ def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> di
     return ordered
 
 
-def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, KernelConfigs]:
+def wholes(case: Case, ordered: dict[str, list[Launch]]) -> dict[str, KernelConfigs]:
     """Ways for everything: today's, the best pieces, and others to make y."""
-    mixes = [way for way in ordered["mix"] if isinstance(way, Mix)]
+    mixes = ordered["mix"]
     best = KernelConfigs(
         **{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"}
     )
@@ -272,7 +283,7 @@ def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, KernelConfigs
     return named
 
 
-def time_wholes(session: Session, case: Case, ordered: dict[str, list[Way]]) -> None:
+def time_wholes(session: Session, case: Case, ordered: dict[str, list[Launch]]) -> None:
     """Rows of forward, and of forward and backward, of all `wholes` and of mamba_ssm."""
     x, dt, a, b, c, d = case.operands
 

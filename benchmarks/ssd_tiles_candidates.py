@@ -1,12 +1,12 @@
 """What `ssd_tiles.py` tries for each piece of SSD: today's way first, then others, the likely ones
 first."""
 
-from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Scores, Steps, Summed, Tables, Values
+from packgraph.mamba.ssd_forward import KernelConfigs, Launch
 
-Way = Tables | Scores | Carry | Mix | Pairs | Summed | Values | Steps
+USUAL = KernelConfigs()
 
 
-def carries() -> list[Carry]:
+def carries() -> list[Launch]:
     """Ways to carry states, in either direction."""
     sizes = [
         (64, 128, 4, 3),
@@ -18,32 +18,38 @@ def carries() -> list[Carry]:
         (16, 128, 4, 3),
         (128, 128, 8, 3),
     ]
-    return [Carry(), *(Carry(*each) for each in sizes)]
+    return [
+        USUAL.carry,
+        *(
+            Launch(columns=columns, rows=rows, warps=warps, stages=stages)
+            for columns, rows, warps, stages in sizes
+        ),
+    ]
 
 
-def mixes() -> list[Mix]:
+def mixes() -> list[Launch]:
     """Ways to make y, by scores from memory, by groups of heads, and without states in memory."""
     heads = [
-        Mix(warps=warps, stages=stages, registers=most)
+        Launch(warps=warps, stages=stages, registers=most)
         for warps, stages, most in ((4, 2, 0), (4, 3, 128), (4, 3, 168), (8, 3, 0))
     ]
     groups = [
-        Mix("groups", tile, share, warps=warps, stages=stages)
+        Launch(kernel="groups", tile=tile, share=share, warps=warps, stages=stages)
         for tile, warps, stages in ((128, 8, 3), (128, 8, 2), (64, 4, 2), (64, 4, 3))
         for share in (8, 4)
     ]
     groups += [
-        Mix("groups", 128, 4, warps=8, stages=2, registers=128),
-        Mix("groups", 64, 4, stages=2, registers=168),
-        Mix("groups", 128, 2, warps=8),
-        Mix("groups", 64, 2, stages=2),
-        Mix("groups", 128, 1, warps=8, stages=2),
-        Mix("groups", 32, 4, stages=2),
+        Launch(kernel="groups", tile=128, share=4, warps=8, stages=2, registers=128),
+        Launch(kernel="groups", tile=64, share=4, stages=2, registers=168),
+        Launch(kernel="groups", tile=128, share=2, warps=8),
+        Launch(kernel="groups", tile=64, share=2, stages=2),
+        Launch(kernel="groups", tile=128, share=1, warps=8, stages=2),
+        Launch(kernel="groups", tile=32, share=4, stages=2),
     ]
-    return [Mix(), *heads, *groups]
+    return [USUAL.mix, *heads, *groups]
 
 
-def pairs() -> list[Pairs]:
+def pairs() -> list[Launch]:
     """Ways to make gradients of scores and of decays."""
     by_shuffles = [(0, 2, 0), (8, 3, 168), (4, 3, 168)]
     by_products = [
@@ -56,16 +62,19 @@ def pairs() -> list[Pairs]:
         (8, 2, 168),
     ]
     return [
-        Pairs(),
+        USUAL.pairs,
         *(
-            Pairs(share, False, stages=stages, registers=most)
+            Launch(share=share, stages=stages, registers=most)
             for share, stages, most in by_shuffles
         ),
-        *(Pairs(share, True, stages=stages, registers=most) for share, stages, most in by_products),
+        *(
+            Launch(share=share, products=True, stages=stages, registers=most)
+            for share, stages, most in by_products
+        ),
     ]
 
 
-def shared() -> list[Summed]:
+def shared() -> list[Launch]:
     """Ways to make gradients of b and c."""
     sizes = [
         (64, 0, 4, 3),
@@ -76,14 +85,20 @@ def shared() -> list[Summed]:
         (128, 4, 8, 2),
         (64, 4, 8, 2),
     ]
-    return [Summed(), *(Summed(*each) for each in sizes)]
+    return [
+        USUAL.of_c,
+        *(
+            Launch(tile=tile, share=share, warps=warps, stages=stages)
+            for tile, share, warps, stages in sizes
+        ),
+    ]
 
 
-def values() -> list[Values]:
+def values() -> list[Launch]:
     """Ways to make gradients of x."""
-    heads = [Values(stages=stages, registers=most) for stages, most in ((2, 0), (3, 168), (2, 168))]
+    heads = [Launch(stages=stages, registers=most) for stages, most in ((2, 0), (3, 168), (2, 168))]
     groups = [
-        Values("groups", tile, share, warps=warps, stages=stages)
+        Launch(kernel="groups", tile=tile, share=share, warps=warps, stages=stages)
         for tile, share, warps, stages in (
             (128, 8, 8, 3),
             (128, 4, 8, 3),
@@ -95,14 +110,14 @@ def values() -> list[Values]:
             (64, 4, 4, 3),
         )
     ]
-    return [Values(), *heads, *groups]
+    return [USUAL.values, *heads, *groups]
 
 
-def candidates(cuda: bool) -> list[tuple[str, Way]]:
+def candidates(cuda: bool) -> list[tuple[str, Launch]]:
     """All ways with the piece that each is of; the number of a way in this list is its name between
     processes."""
     tables = [
-        Tables(heads, rows, warps)
+        Launch(heads=heads, rows=rows, warps=warps)
         for heads, rows, warps in (
             (16, 64, 4),
             (16, 128, 4),
@@ -112,7 +127,7 @@ def candidates(cuda: bool) -> list[tuple[str, Way]]:
             (16, 64, 2),
         )
     ]
-    lists: dict[str, list[Way]] = {
+    lists: dict[str, list[Launch]] = {
         "mix": [*mixes()],
         "carry": [*carries()],
         "values": [*values()],
@@ -122,14 +137,15 @@ def candidates(cuda: bool) -> list[tuple[str, Way]]:
         "of_b": [*shared()],
         "tables": [*tables],
         "steps": [
-            Steps(heads, warps) for heads, warps in ((8, 4), (4, 4), (8, 8), (16, 8), (2, 4))
+            Launch(heads=heads, warps=warps)
+            for heads, warps in ((8, 4), (4, 4), (8, 8), (16, 8), (2, 4))
         ],
-        "scores": [Scores(warps) for warps in (4, 8)],
+        "scores": [Launch(warps=warps) for warps in (4, 8)],
     }
     if not cuda:
         lists = {
-            "mix": [Mix(), Mix("groups", 16, 2)],
-            "pairs": [Pairs(products=True)],
-            "values": [Values("groups", 16, 2)],
+            "mix": [USUAL.mix, Launch(kernel="groups", tile=16, share=2)],
+            "pairs": [Launch(share=0, products=True)],
+            "values": [Launch(kernel="groups", tile=16, share=2)],
         }
     return [(piece, way) for piece, ways in lists.items() for way in ways]

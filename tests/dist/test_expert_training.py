@@ -11,8 +11,8 @@ from dispatchkit import H, Layer
 from distkit import run_ranks
 from torch import nn
 
-from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
+from packgraph.moe.dispatch.over_ranks import make_dispatcher
 from packgraph.parallel.expert import keep_experts, split_experts
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import Pieces, collect, stored

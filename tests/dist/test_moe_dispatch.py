@@ -12,12 +12,14 @@ from torch import nn
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
-from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher, PaddedDispatcher
-from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
-from packgraph.moe.peer_read.api import plan_peer_read
-from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
+from packgraph.moe.dispatch.over_ranks import (
+    HostSplitsDispatcher,
+    PaddedDispatcher,
+    SymmetricDispatcher,
+    make_dispatcher,
+)
+from packgraph.moe.peer_read import SymmetricBuffers, plan_peer_read, symmetric_problem
 from packgraph.moe.permute import before, count_rows, place_segments, plan_rows
 from packgraph.parallel.mesh import Layout
 

@@ -145,7 +145,7 @@ def refused(mesh):
     ):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)
     hosts = mock.patch("socket.gethostname", return_value=f"host-{mesh.rank}")
-    problem = mock.patch("packgraph.moe.peer_read.buffers.symmetric_problem", return_value=None)
+    problem = mock.patch("packgraph.moe.peer_read.symmetric_problem", return_value=None)
     with (
         mock.patch("packgraph.train.features.moe.symmetric_problem", return_value=None),
         hosts,

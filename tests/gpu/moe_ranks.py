@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe import peer_read as pull_kernel
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.moe.peer_read import kernel as pull_kernel
-from packgraph.moe.peer_read.buffers import SymmetricBuffers, meet
+from packgraph.moe.dispatch.over_ranks import make_dispatcher
+from packgraph.moe.peer_read import SymmetricBuffers, meet
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.ranks import Launch, processes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packgraph.moe.peer_read.buffers import symmetric_problem
+from packgraph.moe.peer_read import symmetric_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from pullkit import NAN, Peers, draw_experts
 
-from packgraph.moe.peer_read.api import PeerReadPlan, locate
-from packgraph.moe.peer_read.buffers import rows_for
+from packgraph.moe.peer_read import PeerReadPlan, locate, rows_for
 from packgraph.moe.permute import RowPlan, combine_rows, plan_rows
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +18,7 @@ COUNT = 64
 def test_rows_travel_bit_by_bit(ranks, tokens, places, factor, width):
     """Tokens and weights into rows, and rows back into sums and weights: what gathers from one
     large tensor make."""
-    from packgraph.moe.peer_read.kernel import collect, spread
+    from packgraph.moe.peer_read import collect, spread
 
     torch.manual_seed(0)
     rows = rows_for(tokens * places, factor, ranks)

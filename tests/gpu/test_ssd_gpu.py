@@ -10,7 +10,7 @@ from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradien
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
 from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
-from packgraph.mamba.ssd_configs import Carry, KernelConfigs, Mix, Pairs, Summed, Values
+from packgraph.mamba.ssd_forward import KernelConfigs, Launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,24 +116,24 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
 @pytest.mark.parametrize(
     "mix",
     [
-        Mix("groups", 128, 4, warps=8, stages=2),
-        Mix("groups", 64, 2),
+        Launch(kernel="groups", tile=128, share=4, warps=8, stages=2),
+        Launch(kernel="groups", share=2),
     ],
     ids=str,
 )
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
     """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
-    from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
+    from packgraph.mamba import ssd_backward, ssd_forward
 
     ways = KernelConfigs(
         mix=mix,
-        carry=Carry(64),
-        pairs=Pairs(products=True),
-        of_c=Summed(128),
-        of_b=Summed(128),
-        values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages),
+        carry=Launch(columns=64, rows=128),
+        pairs=Launch(share=0, products=True),
+        of_c=Launch(tile=128, share=0, warps=8),
+        of_b=Launch(tile=128, share=0, warps=8),
+        values=mix,
     )
-    for kernels in (ssd_backward_kernel, ssd_forward_kernel):
+    for kernels in (ssd_backward, ssd_forward):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: ways)
     ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.moe.peer_read.buffers import rows_for
+from packgraph.moe.peer_read import rows_for
 
 H, WIDTH = 6, 5
 

@@ -3,7 +3,7 @@ routings to try."""
 
 import torch
 
-from packgraph.moe.peer_read.buffers import bytes_for
+from packgraph.moe.peer_read import bytes_for
 
 NAN = float("nan")
 
@@ -22,7 +22,7 @@ class Peers:
     def publish(self, values, weights, plans=None):
         """Of every rank its rows [N, H] and their weights; only the live ones of `plans`, where
         given."""
-        from packgraph.moe.peer_read.kernel import publish
+        from packgraph.moe.peer_read import publish
 
         for rank, (rows, of_rows) in enumerate(zip(values, weights, strict=True)):
             publish(rows, of_rows, self.memories[rank], self.room, plans and plans[rank].offsets)

@@ -19,8 +19,8 @@ Sums of decays start anew with every document, also within a chunk: no bit of a 
 what stands in another one. States and all sums are float32 (float64 in float64). Exponents are
 masked before exp.
 
-On CUDA kernels do it (mamba/ssd_kernel.py and its neighbours); elsewhere, and for what they do not
-take (`ssd_problems`), `chunked_ssd`.
+On CUDA kernels do it (ssd_forward.py, ssd_backward.py); elsewhere, and for what they do not take
+(`ssd_problems`), `chunked_ssd`.
 
 The kernels are two operations, forward and backward, with shapes known beforehand: torch.compile,
 the recorder and whoever watches operations see these two and nothing of the kernels. The forward
@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.mamba import ssd_backward, ssd_forward
 from packgraph.ops.triton_found import HAS_TRITON
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -231,6 +232,7 @@ def _check(
         raise ValueError(f"ssd needs a chunk of at least one row, got chunk={chunk}")
 
 
+@torch.library.custom_op("packgraph::ssd", mutates_args=())
 def ssd_by_kernels(
     x: Tensor,
     dt: Tensor,
@@ -241,25 +243,8 @@ def ssd_by_kernels(
     document_ids: Tensor,
     chunk: int,
 ) -> Tensor:
-    """Does the same as `ssd` in mamba/ssd.py, for inputs without `ssd_problems`."""
-    return _ssd(x, dt, a, b, c, d, document_ids, chunk)
-
-
-@torch.library.custom_op("packgraph::ssd", mutates_args=())
-def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    document_ids: Tensor,
-    chunk: int,
-) -> Tensor:
-    """y [T, H, P]."""
-    from packgraph.mamba.ssd_forward_kernel import forward
-
-    return forward(
+    """Does the same as `ssd`, for inputs without `ssd_problems`: y [T, H, P]."""
+    return ssd_forward.forward(
         side_by_side(x),
         _columns_dense(dt),
         a.contiguous(),
@@ -284,9 +269,7 @@ def _ssd_backward(
     chunk: int,
 ) -> Gradients:
     """Gradients of x, dt, a, b, c and d (one element if there is none)."""
-    from packgraph.mamba.ssd_backward_kernel import backward
-
-    dx, ddt, da, db, dc, dd = backward(
+    dx, ddt, da, db, dc, dd = ssd_backward.backward(
         side_by_side(grad),
         side_by_side(x),
         _columns_dense(dt),
@@ -300,7 +283,7 @@ def _ssd_backward(
     return dx, ddt, da, db, dc, a.new_empty(1) if dd is None else dd
 
 
-@_ssd.register_fake
+@ssd_by_kernels.register_fake
 def _shape(
     x: Tensor,
     dt: Tensor,
@@ -340,7 +323,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*gradients, None if ctx.saved_tensors[5] is None else of_skip, None, None)
 
 
-_ssd.register_autograd(_differentiate, setup_context=_save)
+ssd_by_kernels.register_autograd(_differentiate, setup_context=_save)
 
 
 def side_by_side(value: Tensor) -> Tensor:

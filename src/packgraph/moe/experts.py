@@ -28,7 +28,9 @@ its products (without a gate half of it).
 
 Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined
 there (nothing reads them, see ops/grouped_gemm.py), the gradient of the weights is 0. On
-CUDA they cost nothing: kernels in moe/activation_kernel.py look up how many rows there are.
+CUDA they cost nothing: programs behind the last offset read nothing and, but for the zero gradients
+of weights, write nothing. The backward goes over a row from left to right in one program, so the
+gradient of its weight is a sum in a fixed order.
 """
 
 from typing import Any, Literal
@@ -37,7 +39,162 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.ops.linear import NATIVE, autocast, matrices_gradient, product, rows_gradient
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+
+TILE_ROWS, TILE_COLUMNS = 4, 512
+
+
+def naive_experts(
+    values: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    matrices: Tensor,
+    down: Tensor,
+    gated: bool = True,
+) -> Tensor:
+    """The specification: each expert an MLP on its rows; each output times its weight. Zero in the
+    tail.
+
+    matrices: [E, 2I, H], gate rows first, or [E, I, H] without a gate.
+    """
+    start, parts = 0, []
+    for end, first, second in zip(offsets.tolist(), matrices, down):
+        h = values[start:end] @ first.t()
+        if gated:
+            gate, up = h.chunk(2, dim=1)
+            act = gate * torch.sigmoid(gate) * up
+        else:
+            act = torch.where(h > 0, h * h, 0.0)
+        parts.append((act @ second.t()) * weights[start:end, None].to(values.dtype))
+        start = end
+    return torch.cat([*parts, values.new_zeros(values.shape[0] - start, down.shape[1])])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    h, weights, offsets, out, experts, width, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(offsets + experts - 1)
+    if tl.program_id(0) * ROWS < total:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (row < total)[:, None] & (column < width)[None, :]
+        here = h + row.to(tl.int64)[:, None] * stride + column[None, :]
+        first = tl.load(here, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weights + row, mask=row < total, other=0.0).to(tl.float32)
+        if GATED:
+            up = tl.load(here + width, mask=mask, other=0.0).to(tl.float32)
+            plain = first / (1.0 + tl.exp(-first)) * up
+        else:
+            plain = tl.where(first <= 0.0, 0.0, first * first)  # NaN stays NaN
+        tl.store(
+            out + row.to(tl.int64)[:, None] * width + column[None, :],
+            plain * weight[:, None],
+            mask=mask,
+        )
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    grad, h, weights, offsets, of_h, of_weights, act, experts, rows, stride, grad_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(offsets + experts - 1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = row.to(tl.int64)[:, None]
+    dot = tl.zeros([ROWS], tl.float32)
+    if tl.program_id(0) * ROWS < total:
+        weight = tl.load(weights + row, mask=row < total, other=0.0).to(tl.float32)[:, None]
+        for first in range(0, WIDTH, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < total)[:, None] & (column < WIDTH)
+            incoming = tl.load(grad + place * grad_stride + column, mask=mask, other=0.0).to(
+                tl.float32
+            )
+            here = tl.load(h + place * stride + column, mask=mask, other=0.0).to(tl.float32)
+            if GATED:
+                up = tl.load(h + place * stride + column + WIDTH, mask=mask, other=0.0).to(
+                    tl.float32
+                )
+                chance = 1.0 / (1.0 + tl.exp(-here))
+                silu = here * chance
+                plain = silu * up
+                of_gate = incoming * weight * up * (chance * (1.0 + here * (1.0 - chance)))
+                tl.store(of_h + place * (2 * WIDTH) + column, of_gate, mask=mask)
+                tl.store(
+                    of_h + place * (2 * WIDTH) + column + WIDTH, incoming * weight * silu, mask=mask
+                )
+            else:
+                kept = tl.where(here <= 0.0, 0.0, here)
+                plain = kept * kept
+                tl.store(of_h + place * WIDTH + column, incoming * weight * (2.0 * kept), mask=mask)
+            dot += tl.sum(incoming * plain, 1)
+            tl.store(act + place * WIDTH + column, plain * weight, mask=mask)
+    tl.store(of_weights + row, dot, mask=row < rows)
+
+
+def activate(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
+    """Launches `activation`: [R, I]."""
+    h = _by_rows(h)
+    rows, width = h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
+    out = h.new_empty(rows, width)
+    columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
+    if rows:
+        _forward[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, columns))](
+            h,
+            weights.contiguous(),
+            offsets.contiguous(),
+            out,
+            offsets.shape[0],
+            width,
+            h.stride(0),
+            ROWS=TILE_ROWS,
+            COLUMNS=columns,
+            GATED=gated,
+        )
+    return out
+
+
+def activate_backward(
+    grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches `activation_backward`: gradients of h and weights [R], and the activation [R, I]."""
+    h, grad = _by_rows(h), _by_rows(grad)
+    rows, width = grad.shape
+    of_h, of_weights, act = (
+        h.new_empty(h.shape),
+        weights.new_empty(rows),
+        grad.new_empty(rows, width),
+    )
+    columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
+    if rows:
+        _backward[(triton.cdiv(rows, TILE_ROWS),)](
+            grad,
+            h,
+            weights.contiguous(),
+            offsets.contiguous(),
+            of_h,
+            of_weights,
+            act,
+            offsets.shape[0],
+            rows,
+            h.stride(0),
+            grad.stride(0),
+            WIDTH=width,
+            ROWS=TILE_ROWS,
+            COLUMNS=columns,
+            GATED=gated,
+        )
+    return of_h, of_weights, act
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())
@@ -45,8 +202,6 @@ def activation(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) 
     """act [R, I]. h: [R, 2I], gate first, or [R, I] without a gate; weights: float32 [R]; offsets:
     int32 [E]."""
     if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
-        from packgraph.moe.activation_kernel import activate
-
         return activate(h, weights, offsets, gated)
     weight = weights[:, None]
     if not gated:
@@ -62,8 +217,6 @@ def activation_backward(
     """Gradients of h, of its shape, and of weights [R], and the activation [R, I] itself. grad: [R,
     I], of the activation."""
     if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
-        from packgraph.moe.activation_kernel import activate_backward
-
         return activate_backward(grad, h, weights, offsets, gated)
     wide, weight = _wide(grad), weights[:, None]
     if gated:
@@ -92,10 +245,6 @@ def _backward_shapes(
     grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     return h.new_empty(h.shape), weights.new_empty(weights.shape), grad.new_empty(grad.shape)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Experts(nn.Module):
@@ -179,32 +328,6 @@ def activate_and_multiply(
     """
     h, down = autocast(h, down)
     return _second_half(h, weights, down, offsets, gated, by)
-
-
-def naive_experts(
-    values: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    matrices: Tensor,
-    down: Tensor,
-    gated: bool = True,
-) -> Tensor:
-    """The specification: each expert an MLP on its rows; each output times its weight. Zero in the
-    tail.
-
-    matrices: [E, 2I, H], gate rows first, or [E, I, H] without a gate.
-    """
-    start, parts = 0, []
-    for end, first, second in zip(offsets.tolist(), matrices, down):
-        h = values[start:end] @ first.t()
-        if gated:
-            gate, up = h.chunk(2, dim=1)
-            act = gate * torch.sigmoid(gate) * up
-        else:
-            act = torch.where(h > 0, h * h, 0.0)
-        parts.append((act @ second.t()) * weights[start:end, None].to(values.dtype))
-        start = end
-    return torch.cat([*parts, values.new_zeros(values.shape[0] - start, down.shape[1])])
 
 
 @torch.library.custom_op("packgraph::activate_and_multiply", mutates_args=())

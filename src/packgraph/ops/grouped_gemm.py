@@ -217,19 +217,10 @@ def _tiles(offsets, experts, wide, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  
 
 @triton.jit
 def _multiply_tiles(  # type: ignore[no-untyped-def]
-    out,
-    a,
-    matrices,
-    offsets,
-    experts,
-    inner,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    out, a, matrices, offsets, experts, inner, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-):
+):  # fmt: skip
     wide, steps_of_tile = tl.cdiv(columns, COLUMNS), tl.cdiv(inner, INNER)
     program, programs = tl.program_id(0), tl.num_programs(0)
     mine = tl.cdiv(tl.maximum(_tiles(offsets, experts, wide, ROWS, EXPERTS) - program, 0), programs)
@@ -298,22 +289,9 @@ def multiply_by_descriptors(
 
 @triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
-    out,
-    a,
-    matrices,
-    offsets,
-    experts,
-    inner,
-    columns,
-    a_stride,
-    of_expert,
-    of_inner,
-    of_column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    out, a, matrices, offsets, experts, inner, columns, a_stride, of_expert, of_inner, of_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     wide = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // wide
     each = tl.arange(0, EXPERTS)
@@ -428,23 +406,10 @@ def _steps(offsets, experts, each, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  
 
 @triton.jit
 def _add_tiles(  # type: ignore[no-untyped-def]
-    total,
-    memory,
-    left,
-    right,
-    offsets,
-    experts,
-    of_left,
-    of_right,
-    ROWS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    REDUCE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
+    total, memory, left, right, offsets, experts, of_left, of_right,
+    ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, REDUCE: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
     high, wide = tl.cdiv(of_left, LEFT), tl.cdiv(of_right, RIGHT)
     each = high * wide
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -522,19 +487,9 @@ def add_by_descriptors(
 
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
-    total,
-    left,
-    right,
-    offsets,
-    of_left,
-    of_right,
-    left_stride,
-    right_stride,
-    ROWS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    total, left, right, offsets, of_left, of_right, left_stride, right_stride,
+    ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(1)
     end = tl.load(offsets + expert)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from packgraph.graphs.stages import in_scope
 from packgraph.models.decoder import named_stages, parts_without
-from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.over_ranks import make_dispatcher
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.deferred import on_meta

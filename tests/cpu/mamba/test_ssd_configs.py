@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packgraph.mamba.ssd_configs import EVERYWHERE, WAYS, share_of, ways_for
+from packgraph.mamba.ssd_forward import EVERYWHERE, WAYS, share_of, ways_for
 
 
 def test_the_table_serves_every_number_of_rows():

@@ -61,40 +61,40 @@ def test_ssd_equals_the_operations(lengths, padding, chunk, sizes, dtype):
 
 @inside
 def test_ssd_shares_heads_out_among_programs(monkeypatch):
-    from packgraph.mamba import ssd_backward_kernel
+    from packgraph.mamba import ssd_backward
 
     ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 4, 3, 1, 5), torch.randn(16, 4, 3)
     results = []
     for enough, parts in ((1, 1), (2, 2)):
-        monkeypatch.setattr(ssd_backward_kernel, "ENOUGH_PROGRAMS", enough)
-        assert ssd_backward_kernel.parts_of(1, 4) == parts
+        monkeypatch.setattr(ssd_backward, "ENOUGH_PROGRAMS", enough)
+        assert ssd_backward.parts_of(1, 4) == parts
         results.append(with_gradients(ssd_kernels(ids, 16), inputs, grad))
     assert max(distances(*results)) < LIMITS[torch.float32]
-    assert [ssd_backward_kernel.parts_of(1, 6), ssd_backward_kernel.parts_of(2, 1)] == [2, 1]
+    assert [ssd_backward.parts_of(1, 6), ssd_backward.parts_of(2, 1)] == [2, 1]
 
 
 def other_ways(monkeypatch, **given):
     """Have forward and backward made in these ways instead of those of the table."""
-    from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
-    from packgraph.mamba.ssd_configs import KernelConfigs
+    from packgraph.mamba import ssd_backward, ssd_forward
+    from packgraph.mamba.ssd_forward import KernelConfigs
 
-    for kernels in (ssd_forward_kernel, ssd_backward_kernel):
+    for kernels in (ssd_forward, ssd_backward):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: KernelConfigs(**given))
 
 
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
-    from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Summed, Tables, Values
+    from packgraph.mamba.ssd_forward import Launch
 
     return {
-        "tables": Tables(32, 128),
-        "carry": Carry(columns=64, rows=16),
-        "mix": Mix("groups", tile, share),
-        "back": Carry(columns=16),
-        "pairs": Pairs(share, products=True),
-        "of_c": Summed(128, share),
-        "of_b": Summed(128, share),
-        "values": Values("groups", tile, share),
+        "tables": Launch(heads=32, rows=128),
+        "carry": Launch(columns=64, rows=16),
+        "mix": Launch(kernel="groups", tile=tile, share=share),
+        "back": Launch(columns=16, rows=128),
+        "pairs": Launch(share=share, products=True),
+        "of_c": Launch(tile=128, share=share, warps=8),
+        "of_b": Launch(tile=128, share=share, warps=8),
+        "values": Launch(kernel="groups", tile=tile, share=share),
     }
 
 
@@ -127,9 +127,9 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
 @inside
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
-    from packgraph.mamba.ssd_configs import Mix, Values
+    from packgraph.mamba.ssd_forward import Launch
 
-    other_ways(monkeypatch, **{part: {"mix": Mix, "values": Values}[part](tile=128)})
+    other_ways(monkeypatch, **{part: Launch(tile=128)})
     with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
         with_gradients(
             ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3)
@@ -194,7 +194,7 @@ def test_compiled_ssd_holds_the_kernels():
     ids=str,
 )
 def test_convolution_equals_the_operations(lengths, padding, channels, taps, bias, activation):
-    from packgraph.mamba.conv_kernel import convolve
+    from packgraph.mamba.conv import convolve
 
     ids, used = ids_of(lengths, padding, 1), sum(lengths)
     inputs = conv_inputs(len(ids), channels, taps, bias=bias)
@@ -212,7 +212,7 @@ def test_convolution_equals_the_operations(lengths, padding, channels, taps, bia
 
 @inside
 def test_compiled_convolution_holds_the_kernel():
-    from packgraph.mamba.conv_kernel import convolve
+    from packgraph.mamba.conv import convolve
 
     ids, inputs, grad = ids_of([5, 9], 2), conv_inputs(16), torch.randn(16, 6)
     compiled = torch.compile(convolve, fullgraph=True, backend="aot_eager")

@@ -10,7 +10,7 @@ import packgraph
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
+from packgraph.moe.dispatch.over_ranks import PaddedDispatcher
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 

@@ -35,7 +35,7 @@ def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
 )
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_plan_equals_the_operations(tokens, places, count, rows, kind):
-    from packgraph.moe.permute_kernel import plan
+    from packgraph.moe.permute import plan
 
     experts = routing(tokens, places, count, kind)
     for ours, theirs in zip(plan(experts, count, rows), plan_rows(experts, count, rows)):
@@ -45,7 +45,7 @@ def test_plan_equals_the_operations(tokens, places, count, rows, kind):
 @inside
 @pytest.mark.parametrize("illegal", [-7, 5, 64, 2**31 - 1, 2**32 + 1, -(2**40)])
 def test_what_is_no_expert_is_routed_nowhere(illegal):
-    from packgraph.moe.permute_kernel import plan
+    from packgraph.moe.permute import plan
 
     experts = torch.randint(-1, 5, (40, 3))
     experts[3, 1] = experts[17, 0] = -1
@@ -59,7 +59,7 @@ def test_what_is_no_expert_is_routed_nowhere(illegal):
 @pytest.mark.parametrize("illegal", [12, 4000, 2**31 - 1])
 def test_numbers_outside_a_map_are_not_followed(illegal):
     """The rows lie in a larger buffer, which an illegal number would read."""
-    from packgraph.moe.permute_kernel import combine, gather, pick
+    from packgraph.moe.permute import combine, gather, pick
 
     buffer = torch.randn(6000, 8)
     numbers = torch.tensor([3, -1, illegal, 0], dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_numbers_outside_a_map_are_not_followed(illegal):
 
 @inside
 def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
-    from packgraph.moe import permute_kernel as rows_kernel
+    from packgraph.moe import permute as rows_kernel
 
     monkeypatch.setattr(rows_kernel, "SCAN", 4)
     experts = routing(500, 3, 5, "mixed")
@@ -88,7 +88,7 @@ def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
     ("places", "width", "rows"), [(1, 8, 20), (3, 1030, 40), (6, 96, 120)], ids=str
 )
 def test_moves_equal_the_operations(places, width, rows, dtype):
-    from packgraph.moe.permute_kernel import combine, gather, pick
+    from packgraph.moe.permute import combine, gather, pick
 
     plan = RowPlan(*plan_rows(torch.randint(-1, 5, (21, places)), 5, rows))
     x, y = torch.randn(21, width).to(dtype), torch.randn(rows, width + 8).to(dtype)[:, :width]
@@ -119,7 +119,7 @@ def test_moves_equal_the_operations(places, width, rows, dtype):
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_activation_equals_the_operations(gated, ends, width, dtype):
-    from packgraph.moe.activation_kernel import activate, activate_backward
+    from packgraph.moe.experts import activate, activate_backward
 
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     h, weights = (3 * torch.randn(11, (1 + gated) * width)).to(dtype), torch.rand(11)

@@ -11,7 +11,7 @@ from trainkit import CAPACITIES, CPU, PacksOfOneCapacity, RandomPacks, tiny, tra
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
-from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
+from packgraph.moe.dispatch.over_ranks import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.offloading.group import SavedGroup

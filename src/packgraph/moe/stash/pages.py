@@ -17,7 +17,7 @@ how many would have sufficed. Device pages go first, host pages (if there are an
 left, page by page. Resetting starts a new epoch: records of an earlier one are void.
 
 Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on
-the CPU and are the specification of the kernels in `kernel.py`. The order of work is that of
+the CPU and are the specification of the kernels. The order of work is that of
 one stream; every process that reserves, copies and releases must be on it.
 
 Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull
@@ -37,19 +37,45 @@ backward; if it fails in between, they come back at the next reset.
 
 Each returns a tensor even where nothing is to be said (a token): an operation without results would
 be left out by compilers and recorders.
+
+The kernels: reserve and release by one program, copies by as many as the device holds. Copies go
+tile by tile, 16 rows by up to 256 columns: a tile lies in one page, so the page table is read once
+per tile and every row of it is a run of 16-byte vectors. How many tiles are live is read from the
+record; the programs share them out among themselves, so a replay with few rows does little.
+Bringing back writes every row, those behind the live ones as zeros, without reading anything for
+them. Addresses are 64 bits wide. Host pages are pinned memory, which kernels reach over the bus; a
+tile is in one of the two.
 """  # noqa: E501
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+
 # What a reset leaves alone comes first: the overflow flag, high-water marks (pages in demand, pages
 # in host memory).
 OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, HEADER = range(10)
+
+
 ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+TILE_ROWS, TILE_COLUMNS = 16, 256
+PROGRAMS_PER_PROCESSOR = 8
+_OVERFLOW, _NEED_HI = tl.constexpr(OVERFLOW), tl.constexpr(NEED_HI)
+_SPILLED_HI, _EPOCH = tl.constexpr(SPILLED_HI), tl.constexpr(EPOCH)
+_DEMAND, _HEADER = tl.constexpr(DEMAND), tl.constexpr(HEADER)
+_HEAD, _TAIL = tl.constexpr(HEAD), tl.constexpr(TAIL)
+_HOST_HEAD, _HOST_TAIL = tl.constexpr(HOST_HEAD), tl.constexpr(HOST_TAIL)
+_ROWS, _FITS, _ON_DEVICE = (
+    tl.constexpr(ROWS),
+    tl.constexpr(FITS),
+    tl.constexpr(ON_DEVICE),
+)
+_RECORD_EPOCH, _RECORD_HEADER = (
+    tl.constexpr(RECORD_EPOCH),
+    tl.constexpr(RECORD_HEADER),
+)
 
 
 class Pages:
@@ -202,6 +228,238 @@ def _unversioned(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
+# Loops are written with `while`: the interpreter cannot count to a number that is on the device.
+# Numbers that differ between buckets are not specialised on: a capture must not meet code that is
+# yet to be compiled.
+@triton.jit(do_not_specialize=["last", "rows", "slots", "pages", "host_pages"])
+def _reserve(  # type: ignore[no-untyped-def]
+    state, offsets, record, last, rows, slots, pages, host_pages,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    live = tl.minimum(tl.maximum(tl.load(offsets + last).to(tl.int64), 0), rows)
+    need = (live + PAGE - 1) // PAGE
+    epoch, demand = tl.load(state + _EPOCH), tl.load(state + _DEMAND) + need
+    head, host_head = tl.load(state + _HEAD), tl.load(state + _HOST_HEAD)
+    spare, host_spare = tl.load(state + _TAIL) - head, tl.load(state + _HOST_TAIL) - host_head
+    overflow, most, spilled = (
+        tl.load(state + _OVERFLOW),
+        tl.load(state + _NEED_HI),
+        tl.load(state + _SPILLED_HI),
+    )
+    fits = (overflow == 0) & (need <= spare + host_spare)
+    on_device = tl.where(fits, tl.minimum(need, spare), 0)
+    held = tl.where(fits, need, 0)
+    first = tl.full((), 0, tl.int64)
+    while first < slots:
+        slot = first + tl.arange(0, BLOCK)
+        inside, near = slot < slots, slot < on_device
+        far = (slot >= on_device) & (slot < held)
+        near_page = tl.load(
+            state + _HEADER + (head + slot) % tl.maximum(pages, 1), mask=inside & near, other=-1
+        )
+        far_page = tl.load(
+            state + _HEADER + pages + (host_head + slot - on_device) % tl.maximum(host_pages, 1),
+            mask=inside & far,
+            other=-1,
+        )
+        tl.store(record + _RECORD_HEADER + slot, tl.where(near, near_page, far_page), mask=inside)
+        first += BLOCK
+    tl.debug_barrier()  # no thread may write what another has yet to read
+    tl.store(record + _ROWS, live)
+    tl.store(record + _FITS, tl.where(fits, 1, 0).to(tl.int64))
+    tl.store(record + _ON_DEVICE, on_device)
+    tl.store(record + _RECORD_EPOCH, epoch)
+    tl.store(state + _DEMAND, demand)
+    tl.store(state + _NEED_HI, tl.maximum(most, demand))
+    tl.store(state + _HEAD, head + on_device)
+    tl.store(state + _HOST_HEAD, host_head + held - on_device)
+    tl.store(state + _SPILLED_HI, tl.maximum(spilled, host_pages - host_spare + held - on_device))
+    if pages + host_pages > 0:
+        tl.store(state + _OVERFLOW, tl.where(fits, overflow, 1))
+
+
+@triton.jit(do_not_specialize=["slots", "pages", "host_pages"])
+def _release(  # type: ignore[no-untyped-def]
+    state, record, slots, pages, host_pages,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    valid = tl.load(record + _RECORD_EPOCH) == tl.load(state + _EPOCH)
+    need = tl.where(valid, (tl.load(record + _ROWS) + PAGE - 1) // PAGE, 0)
+    held = tl.where(tl.load(record + _FITS) == 1, need, 0)
+    on_device = tl.minimum(tl.load(record + _ON_DEVICE), held)
+    tail, host_tail = tl.load(state + _TAIL), tl.load(state + _HOST_TAIL)
+    demand, overflow = tl.load(state + _DEMAND), tl.load(state + _OVERFLOW)
+    first = tl.full((), 0, tl.int64)
+    while first < slots:
+        slot = first + tl.arange(0, BLOCK)
+        page = tl.load(record + _RECORD_HEADER + slot, mask=slot < slots, other=0)
+        inside, near = slot < tl.minimum(held, slots), slot < on_device
+        tl.store(state + _HEADER + (tail + slot) % tl.maximum(pages, 1), page, mask=inside & near)
+        place = _HEADER + pages + (host_tail + slot - on_device) % tl.maximum(host_pages, 1)
+        tl.store(state + place, page, mask=inside & (slot >= on_device))
+        first += BLOCK
+    tl.debug_barrier()
+    tl.store(state + _TAIL, tail + on_device)
+    tl.store(state + _HOST_TAIL, host_tail + held - on_device)
+    tl.store(state + _DEMAND, demand - need)
+    if pages + host_pages > 0:
+        tl.store(state + _OVERFLOW, tl.where(valid, overflow, 1))
+
+
+@triton.jit(do_not_specialize=["pages"])
+def _put(  # type: ignore[no-untyped-def]
+    buffer, host, source, record, pages,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPILLS: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    live = tl.where(tl.load(record + _FITS) == 1, tl.load(record + _ROWS), 0)
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < (live + ROWS - 1) // ROWS * across:
+        first = tile // across * ROWS
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        row = first + tl.arange(0, ROWS)
+        inside = (row < live)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(source + row[:, None] * STRIDE + column[None, :], mask=inside)
+        page = tl.load(record + _RECORD_HEADER + first // PAGE)
+        at = first % PAGE + tl.arange(0, ROWS)
+        if SPILLS:
+            far = (page - pages) * PAGE + at
+            tl.store(
+                host + far[:, None] * WIDTH + column[None, :], value, mask=inside & (page >= pages)
+            )
+        near = page * PAGE + at
+        tl.store(
+            buffer + near[:, None] * WIDTH + column[None, :],
+            value,
+            mask=inside & (page >= 0) & (page < pages),
+        )
+        tile += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["pages", "rows"])
+def _take(  # type: ignore[no-untyped-def]
+    state, buffer, host, out, record, pages, rows,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPILLS: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    valid = (tl.load(record + _FITS) == 1) & (
+        tl.load(record + _RECORD_EPOCH) == tl.load(state + _EPOCH)
+    )
+    live = tl.where(valid, tl.load(record + _ROWS), 0)
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < (rows + ROWS - 1) // ROWS * across:
+        first = tile // across * ROWS
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        row = first + tl.arange(0, ROWS)
+        wanted = (row < live)[:, None] & (column < WIDTH)[None, :]
+        page = tl.load(record + _RECORD_HEADER + first // PAGE, mask=first < live, other=0)
+        near = page * PAGE + first % PAGE + tl.arange(0, ROWS)
+        value = tl.load(
+            buffer + near[:, None] * WIDTH + column[None, :],
+            mask=wanted & (page >= 0) & (page < pages),
+            other=0.0,
+        )
+        if SPILLS:
+            far = near - pages.to(tl.int64) * PAGE
+            spilled = tl.load(
+                host + far[:, None] * WIDTH + column[None, :],
+                mask=wanted & (page >= pages),
+                other=0.0,
+            )
+            value = tl.where(page >= pages, spilled, value)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        tl.store(out + row[:, None] * WIDTH + column[None, :], value, mask=inside)
+        tile += tl.num_programs(0)
+
+
+def reserve_pages(
+    state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int
+) -> Tensor:
+    """See `naive_reserve`."""
+    record = state.new_empty(record_size(rows, page_rows))
+    slots = record.numel() - RECORD_HEADER
+    offsets = offsets.contiguous()
+    # One warp: its threads read the header together, before any of them writes it.
+    _reserve[(1,)](
+        state,
+        offsets,
+        record,
+        offsets.numel() - 1,
+        rows,
+        slots,
+        pages,
+        host_pages,
+        PAGE=page_rows,
+        BLOCK=256,
+        num_warps=1,
+    )
+    return record
+
+
+def release_pages(
+    state: Tensor, record: Tensor, page_rows: int, pages: int, host_pages: int
+) -> None:
+    """See `naive_release`."""
+    slots = record.numel() - RECORD_HEADER
+    _release[(1,)](state, record, slots, pages, host_pages, PAGE=page_rows, BLOCK=256, num_warps=1)
+
+
+def put_rows(
+    buffer: Tensor, host: Tensor | None, source: Tensor, record: Tensor, page_rows: int
+) -> None:
+    """See `naive_put`."""
+    source = source if source.stride(1) == 1 else source.contiguous()
+    width = source.shape[1]
+    _put[(_programs(record.device),)](
+        buffer,
+        buffer if host is None else host,
+        source,
+        record,
+        (buffer.shape[0] - 1) // page_rows,
+        WIDTH=width,
+        STRIDE=source.stride(0),
+        PAGE=page_rows,
+        ROWS=TILE_ROWS,
+        COLUMNS=_columns(width),
+        SPILLS=host is not None,
+    )
+
+
+def take_rows(
+    state: Tensor, buffer: Tensor, host: Tensor | None, record: Tensor, rows: int, page_rows: int
+) -> Tensor:
+    """See `naive_take`."""
+    width = buffer.shape[1]
+    out = buffer.new_empty(rows, width)
+    _take[(_programs(record.device),)](
+        state,
+        buffer,
+        buffer if host is None else host,
+        out,
+        record,
+        (buffer.shape[0] - 1) // page_rows,
+        rows,
+        WIDTH=width,
+        PAGE=page_rows,
+        ROWS=TILE_ROWS,
+        COLUMNS=_columns(width),
+        SPILLS=host is not None,
+    )
+    return out
+
+
+def _columns(width: int) -> int:
+    return min(TILE_COLUMNS, triton.next_power_of_2(width))
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # the interpreter runs them one after another
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @torch.library.custom_op("packgraph::stash_reserve", mutates_args=())
 def reserve(
     state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int
@@ -209,8 +467,6 @@ def reserve(
     """The record (int64) of pages for the first offsets[-1] of `rows` rows, see
     `pages.naive_reserve`."""
     if _by_kernel(state):
-        from packgraph.moe.stash.kernel import reserve_pages
-
         return reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
     return naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
 
@@ -234,7 +490,7 @@ def put(
 
     hosts: as many as buffers, or none.
     """
-    _put(buffers, hosts, sources, record, page_rows)
+    _put_all(buffers, hosts, sources, record, page_rows)
     return _token(record)
 
 
@@ -268,12 +524,10 @@ def keep(
     """
     rows = sources[0].shape[0]
     if _by_kernel(state):
-        from packgraph.moe.stash.kernel import reserve_pages
-
         record = reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
     else:
         record = naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
-    _put(buffers, hosts, sources, record, page_rows)
+    _put_all(buffers, hosts, sources, record, page_rows)
     return record
 
 
@@ -313,14 +567,10 @@ def take(
     for number, buffer in enumerate(buffers):
         host = hosts[number] if hosts else None
         if kernels:
-            from packgraph.moe.stash.kernel import take_rows
-
             taken.append(take_rows(state, buffer, host, record, rows, page_rows))
         else:
             taken.append(naive_take(state, buffer, host, record, rows, page_rows))
     if release and kernels:
-        from packgraph.moe.stash.kernel import release_pages
-
         release_pages(state, record, page_rows, pages, host_pages)
     elif release:
         naive_release(state, record, page_rows, pages, host_pages)
@@ -343,7 +593,7 @@ def _take_shapes(
     return [*(buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers), _token(record)]
 
 
-def _put(
+def _put_all(
     buffers: Sequence[Tensor],
     hosts: Sequence[Tensor],
     sources: Sequence[Tensor],
@@ -353,8 +603,6 @@ def _put(
     for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
         host = hosts[number] if hosts else None
         if _by_kernel(record):
-            from packgraph.moe.stash.kernel import put_rows
-
             put_rows(buffer, host, source, record, page_rows)
         else:
             naive_put(buffer, host, source, record, page_rows)

@@ -60,8 +60,8 @@ from packgraph.models.branches import routed_width
 from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
-from packgraph.moe.dispatch.choose import Budgeted, with_factor
-from packgraph.moe.peer_read.buffers import Buffers, SymmetricBuffers, symmetric_problem
+from packgraph.moe.dispatch.over_ranks import Budgeted, with_factor
+from packgraph.moe.peer_read import Buffers, SymmetricBuffers, symmetric_problem
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import grown_pages, pages_for
 from packgraph.moe.stash.stash import Stash

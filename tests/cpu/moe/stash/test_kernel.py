@@ -26,7 +26,7 @@ PAGE, CPU = 16, torch.device("cpu")
 )
 def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
     """One random history of reserving, copying, releasing, resets and overflows, done twice."""
-    from packgraph.moe.stash.kernel import put_rows, release_pages, reserve_pages, take_rows
+    from packgraph.moe.stash.pages import put_rows, release_pages, reserve_pages, take_rows
 
     order, sizes = random.Random(0), (PAGE, pages, host_pages)
     pools = [Pages(pages, host_pages, CPU) for _ in range(2)]

@@ -1,5 +1,6 @@
-"""Tokens to experts by all-to-alls: of exactly the rows that are routed, for which the host must
-wait, or of a fixed number of rows per pair of ranks, static on any backend.
+"""Dispatchers over ranks: by all-to-alls of exactly the rows that are routed, for which the host
+must wait; by all-to-alls of a fixed number of rows per pair of ranks; and over memory that ranks
+read from each other.
 
 `exchange` is an all-to-all that autograd knows: what goes to a rank on the way there comes back
 from it on the way back.
@@ -35,11 +36,23 @@ equally busy. Pairs beyond it are an overflow: they have no place, send nothing,
 and the plan counts what was needed. All shapes are static and nothing waits for the host, so every
 stage can be captured. All ranks of the group must work on the same number of tokens (one bucket) at
 a time, since C follows from it.
+
+`SymmetricDispatcher` sends exactly the rows that are routed, and no host waits:
+
+    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair
+    dispatch     publish tokens and weights, pull each token that has rows here into all of them
+    combine      publish rows, pull each token's k rows and sum them
+
+A rank has room for R rows, `factor` times the balanced load, however they are spread over the
+senders. Where more are routed to a rank, the last of them by expert have no row: every rank knows
+all pairs, so all of a group leave out the same ones and see the same overflow. All shapes are
+static and nothing waits for the host. What is kept for the backward is the plan, never the common
+memory, which the next exchange overwrites (`moe/peer_read.py`).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -48,7 +61,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packgraph.graphs import fallback
-from packgraph.moe.dispatch.dispatcher import ExpertAssignment, ExpertRows, Routing
+from packgraph.moe.dispatch.dispatcher import (
+    Dispatcher,
+    ExpertAssignment,
+    ExpertRows,
+    LocalDispatcher,
+    Routing,
+)
+from packgraph.moe.peer_read import (
+    Buffers,
+    PeerReadPlan,
+    from_experts,
+    plan_peer_read,
+    rows_for,
+    to_experts,
+)
 from packgraph.moe.permute import (
     RowPlan,
     before,
@@ -60,6 +87,7 @@ from packgraph.moe.permute import (
     plan_rows,
 )
 
+DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
 Splits = Sequence[int] | None
 SYNCS = (
     "the host reads how many rows each rank sends and receives, and waits for the device; "
@@ -332,3 +360,156 @@ def _depart(
 
 def _rounded(rows: int) -> int:
     return -(-rows // MULTIPLE) * MULTIPLE
+
+
+class SymmetricDispatcher:
+    """An exchange whose sizes stay on the device. group: the ranks that share the experts, in
+    order.
+
+    factor: R over the balanced load T * k; `ranks` always suffices. For more room put another
+    dispatcher in its place (`with_room`): graphs notice that, and are captured anew with the new
+    shapes. buffers: shared by the layers. All ranks must work on the same number of tokens (one
+    bucket) at a time.
+    """
+
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup | None, factor: float, buffers: Buffers
+    ) -> None:
+        """Raises ValueError when the ranks cannot share the experts equally, or for a factor below
+        1."""
+        if not (math.isfinite(factor) and factor >= 1):
+            raise ValueError(
+                f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
+            )
+        self._sharing, self._group, self.factor = (
+            ExpertAssignment.over(num_experts, group),
+            group,
+            factor,
+        )
+        self.num_experts, self.first, self.count = (
+            num_experts,
+            self._sharing.first,
+            self._sharing.count,
+        )
+        self.buffers = buffers
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """Nothing stands against capturing any stage."""
+        return {}
+
+    def room(self, pairs: int) -> int:
+        """R, the rows of this rank's experts, for T * k = `pairs` routed pairs on every rank."""
+        return rows_for(pairs, self.factor, self._sharing.ranks)
+
+    @property
+    def most_factor(self) -> float:
+        """The factor that always suffices: one rank gets everything."""
+        return float(self._sharing.ranks)
+
+    def with_room(self, factor: float, buffers: Buffers) -> "SymmetricDispatcher":
+        """The same with another factor and buffers that have room for it. All ranks of the group
+        must take the same."""
+        return SymmetricDispatcher(self.num_experts, self._group, factor, buffers)
+
+    def preprocess(self, routing: Routing) -> PeerReadPlan:
+        """The row of every pair; exchanges the chosen experts. No host sync. Raises ValueError when
+        the buffers are too small for so many tokens."""
+        pairs = routing.experts.numel()
+        room = self.room(pairs)
+        if room > self.buffers.rows:
+            raise ValueError(
+                f"{pairs} routed pairs need symmetric buffers of {room} rows, but these have "
+                f"{self.buffers.rows}: make them for the largest bucket and factor"
+            )
+        return plan_peer_read(
+            routing.experts,
+            self.num_experts,
+            self._sharing.ranks,
+            self._sharing.rank,
+            room,
+            self.buffers.group,
+        )
+
+    def dispatch(self, x: Tensor, routing: Routing, plan: PeerReadPlan) -> ExpertRows:
+        """x: [T, H]. Returns R rows."""
+        values, weights = to_experts(
+            x, routing.weights, plan, self.room(routing.weights.numel()), self.buffers
+        )
+        return ExpertRows(values, weights, plan.offsets)
+
+    def combine(self, rows: Tensor, plan: PeerReadPlan) -> Tensor:
+        """rows: [R, H] of the experts, weights applied. Returns [T, H]."""
+        return from_experts(rows, plan, self.buffers)
+
+    def overflow(self, plan: PeerReadPlan) -> Tensor:
+        """Number of rows beyond R that some rank of the group needs: int64 [], the same on all of
+        them."""
+        return (plan.needed - self.room(plan.place_of_pair.numel())).clamp(min=0)
+
+    def demand(self, plan: PeerReadPlan) -> Tensor:
+        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
+        0: int64 []."""
+        pairs = plan.place_of_pair.numel()
+        return torch.where(self.overflow(plan) > 0, (plan.needed * 1000 + pairs - 1) // pairs, 0)
+
+
+Budgeted = PaddedDispatcher | SymmetricDispatcher
+
+
+def make_dispatcher(
+    name: str,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    factor: float,
+    buffers: Buffers | None = None,
+) -> Dispatcher:
+    """A dispatcher for one layer. group: the ranks that share its experts, None = this process has
+    all.
+
+    factor: room for rows over the balanced load, where a dispatcher has a budget. buffers: for
+    `symmetric`, shared by all layers. Raises ValueError for an unknown name, for experts that the
+    ranks cannot share equally, for a factor below 1, for `local` with several ranks, and for
+    `symmetric` without buffers.
+    """
+    if name == "local":
+        if group is not None:
+            raise ValueError(
+                f"the local dispatcher sends nothing, but {dist.get_world_size(group)} ranks share "
+                "the "
+                "experts: choose another"
+            )
+        return LocalDispatcher(num_experts)
+    if name == "host_splits":
+        return HostSplitsDispatcher(num_experts, group)
+    if name == "padded":
+        return PaddedDispatcher(num_experts, group, factor)
+    if name == "symmetric":
+        if buffers is None:
+            raise ValueError(
+                "the symmetric dispatcher needs the buffers that its layers share: make "
+                "SymmetricBuffers before the layers"
+            )
+        return SymmetricDispatcher(num_experts, group, factor, buffers)
+    raise ValueError(
+        f"there is no dispatcher {name!r}; there are {', '.join(get_args(DispatcherName))}"
+    )
+
+
+def with_factor(dispatchers: Sequence[Budgeted], factor: float) -> list[Budgeted]:
+    """The same dispatchers with room for `factor` times a balanced load, inf = for whatever comes,
+    and none with less than it has. Collective: all ranks must take the same. What shares buffers
+    goes on to share larger ones, made once.
+    """
+    made: list[Budgeted] = []
+    larger: dict[tuple[Buffers, float], Buffers] = {}
+    for dispatcher in dispatchers:
+        wanted = max(dispatcher.most_factor if math.isinf(factor) else factor, dispatcher.factor)
+        if isinstance(dispatcher, PaddedDispatcher):
+            made.append(dispatcher.with_factor(wanted))
+            continue
+        key = dispatcher.buffers, wanted
+        if key not in larger:
+            larger[key] = dispatcher.buffers.grown(wanted)
+        made.append(dispatcher.with_room(wanted, larger[key]))
+    return made

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 from pullkit import NAN, Peers, draw_experts
 
-from packgraph.moe.peer_read.api import locate, naive_from_experts, naive_plans, naive_to_experts
-from packgraph.moe.peer_read.buffers import bytes_for, rows_for, weights_start
+from packgraph.moe.peer_read import (
+    bytes_for,
+    locate,
+    naive_from_experts,
+    naive_plans,
+    naive_to_experts,
+    rows_for,
+    weights_start,
+)
 from packgraph.moe.permute import plan_rows
 
 
@@ -53,14 +60,12 @@ def test_room_is_for_whatever_comes_and_no_more():
 )
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, rows, kind):
-    from packgraph.moe.peer_read import kernel as pull_kernel
+    from packgraph.moe.peer_read import locate_by_kernel
 
     everyone = draw_experts(ranks, tokens, places, count, kind).flatten(0, 1)
     ordered = plan_rows(everyone, count, everyone.numel())
     for rank in range(ranks):
-        found = pull_kernel.locate(
-            everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows
-        )
+        found = locate_by_kernel(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
         assert same(found, locate(everyone, ordered, ranks, rank, rows))
 
 
@@ -82,11 +87,11 @@ def test_moves_equal_the_loops(
 ):
     """Forward and, since either is the other's backward, gradients; also with less room than is
     needed."""
-    from packgraph.moe.peer_read import kernel as pull_kernel
-    from packgraph.moe.peer_read.kernel import collect, spread
+    from packgraph.moe import peer_read
+    from packgraph.moe.peer_read import collect, spread
 
-    monkeypatch.setattr(pull_kernel, "SPREAD_COLUMNS", 32)
-    monkeypatch.setattr(pull_kernel, "COLLECT_COLUMNS", 16)
+    monkeypatch.setattr(peer_read, "SPREAD_COLUMNS", 32)
+    monkeypatch.setattr(peer_read, "COLLECT_COLUMNS", 16)
     rows = rows_for(tokens * places, factor, ranks)
     experts = draw_experts(ranks, tokens, places, count, kind)
     plans = naive_plans(list(experts), count, rows)

@@ -1,1 +1,0 @@
-"""Rows that ranks read from memory of each other, with no host in between."""
