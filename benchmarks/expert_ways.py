@@ -44,9 +44,8 @@ from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.dispatch.over_ranks import HostSplitsDispatcher
 from packgraph.moe.permute import RowPlan, plan_rows
-from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import pages_for, stash_memory
-from packgraph.moe.stash.stash import Stash
+from packgraph.moe.stash.stash import Stash, columns_of
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

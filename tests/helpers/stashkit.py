@@ -1,5 +1,4 @@
-"""A small staged model with experts, whose saved activations may go to a stash; plain torch
-throughout."""
+"""A small staged model with experts, whose saved activations may go to a stash."""
 
 import torch
 import torch.nn.functional as functional
@@ -8,83 +7,18 @@ from torch import nn
 
 from packgraph.graphs.stages import Stage, run_stages
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
+from packgraph.moe.experts import Experts
+from packgraph.moe.stash.stash import stashed_experts
 
 EXPERTS, TOP_K, INNER = 4, 2, 24
-# What experts save, by dtype and width: by single operations, and by hand.
-COLUMNS = {(torch.float32, WIDTH): 1, (torch.float32, 2 * INNER): 1, (torch.float32, INNER): 3}
-BY_HAND = {(torch.float32, WIDTH): 1, (torch.float32, 2 * INNER): 1, (torch.float32, INNER): 1}
+COLUMNS = {(torch.float32, WIDTH): 1, (torch.float32, 2 * INNER): 1}  # that experts save
 
 
-class Experts(nn.Module):
-    """Gated experts over rows; the weight of a row is applied before the second product."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, 2 * INNER))
-        self.down = nn.Parameter(0.3 * torch.randn(EXPERTS, INNER, WIDTH))
-
-    def forward(self, values, weights, offsets):
-        gate, up = functional.grouped_mm(values, self.up, offs=offsets).chunk(2, -1)
-        activation = functional.silu(gate) * up * weights.to(up.dtype)[:, None]
-        return functional.grouped_mm(activation, self.down, offs=offsets)
-
-
-class StashedExperts(torch.autograd.Function):
-    """The same by hand: saves three tensors through Stash.keep. Its products know no more than
-    torch.compile does."""
-
-    @staticmethod
-    def forward(ctx, values, weights, offsets, up, down, stash):
-        both = product(values, up, offsets)
-        gate, linear = both.chunk(2, -1)
-        activation = functional.silu(gate) * linear * weights[:, None]
-        ctx.stash, ctx.rows = stash, values.shape[0]
-        ctx.save_for_backward(
-            weights, offsets, up, down, *stash.keep(offsets, [values, both, activation])
-        )
-        return product(activation, down, offsets)
-
-    @staticmethod
-    def backward(ctx, grad):
-        weights, offsets, up, down, *kept = ctx.saved_tensors
-        values, both, activation = ctx.stash.back(kept, ctx.rows)
-        gate, linear = both.chunk(2, -1)
-        sigmoid = gate.sigmoid()
-        inner = product(grad, down.transpose(-2, -1), offsets)
-        grad_weights = (inner * gate * sigmoid * linear).sum(-1)
-        inner = inner * weights[:, None]
-        grad_both = torch.cat(
-            [inner * linear * sigmoid * (1 + gate * (1 - sigmoid)), inner * gate * sigmoid], -1
-        )
-        grad_values = product(grad_both, up.transpose(-2, -1), offsets)
-        return (
-            grad_values,
-            grad_weights,
-            None,
-            products_of_columns(values, grad_both, offsets),
-            products_of_columns(activation, grad, offsets),
-            None,
-        )
-
-
-def of_expert(offsets, rows):
-    """Whether a row is of an expert: [E, R, 1]."""
-    row, starts = (
-        torch.arange(rows, device=offsets.device),
-        torch.cat([offsets.new_zeros(1), offsets[:-1]]),
-    )
-    return ((row >= starts[:, None]) & (row < offsets[:, None]))[..., None]
-
-
-def product(x, weights, offsets):
-    """Rows times the matrix of their expert, zero behind the live rows."""
-    return torch.where(of_expert(offsets, x.shape[0]), x @ weights, 0).sum(0)
-
-
-def products_of_columns(x, y, offsets):
-    """[E, columns of x, columns of y]."""
-    mine = of_expert(offsets, x.shape[0])
-    return torch.where(mine, x, 0).transpose(-2, -1) @ torch.where(mine, y, 0)
+def make_experts():
+    experts = Experts(EXPERTS, WIDTH, INNER)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
 
 
 class ExpertToy(nn.Module):
@@ -94,14 +28,14 @@ class ExpertToy(nn.Module):
     from call to call.
     """
 
-    def __init__(self, stash=None, layers=2, by_hand=False):
+    def __init__(self, stash=None, layers=2):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.attention = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(layers))
-        self.experts = nn.ModuleList(Experts() for _ in range(layers))
+        self.experts = nn.ModuleList(make_experts() for _ in range(layers))
         self.dispatcher = LocalDispatcher(EXPERTS)
-        self.stash, self.layers, self.by_hand = stash, layers, by_hand
+        self.stash, self.layers = stash, layers
 
     def begin(self, ids, x):
         return {"ids": ids, "x": x}
@@ -148,17 +82,10 @@ class ExpertToy(nn.Module):
 
     def moe_experts(self, state, layer):
         rows, experts = state["rows"], self.experts[layer]
-        values = rows.values.to(experts.up.dtype)
+        given = rows.values.to(experts.down_proj.dtype), rows.weights, rows.offsets
         if self.stash is None:
-            made = experts(values, rows.weights, rows.offsets)
-        elif self.by_hand:
-            made = StashedExperts.apply(
-                values, rows.weights, rows.offsets, experts.up, experts.down, self.stash
-            )
-        else:
-            with self.stash.saving(rows.offsets, values.shape[0]):
-                made = experts(values, rows.weights, rows.offsets)
-        return {**state, "made": made}
+            return {**state, "made": experts(*given)}
+        return {**state, "made": stashed_experts(experts, *given, self.stash)}
 
     def moe_combine(self, state, layer):
         hidden = state["hidden"] + self.dispatcher.combine(state["made"], state["plan"])

@@ -38,8 +38,7 @@ from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispa
 from packgraph.moe.experts import Experts
 from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
-from packgraph.moe.stash.experts import stashed_experts
-from packgraph.moe.stash.stash import Stash
+from packgraph.moe.stash.stash import Stash, stashed_experts
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.linear import linear_layer

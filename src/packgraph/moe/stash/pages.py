@@ -460,51 +460,6 @@ def _programs(device: torch.device) -> int:
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("packgraph::stash_reserve", mutates_args=())
-def reserve(
-    state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int
-) -> Tensor:
-    """The record (int64) of pages for the first offsets[-1] of `rows` rows, see
-    `pages.naive_reserve`."""
-    if _by_kernel(state):
-        return reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
-    return naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
-
-
-@reserve.register_fake
-def _reserve_shape(
-    state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int
-) -> Tensor:
-    return state.new_empty(record_size(rows, page_rows))
-
-
-@torch.library.custom_op("packgraph::stash_put", mutates_args=())
-def put(
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    record: Tensor,
-    page_rows: int,
-) -> Tensor:
-    """Copy the live rows of each source [R, w] to the record's pages of its buffer; a token.
-
-    hosts: as many as buffers, or none.
-    """
-    _put_all(buffers, hosts, sources, record, page_rows)
-    return _token(record)
-
-
-@put.register_fake
-def _put_shape(
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    record: Tensor,
-    page_rows: int,
-) -> Tensor:
-    return _token(record)
-
-
 @torch.library.custom_op("packgraph::stash_keep", mutates_args=())
 def keep(
     state: Tensor,

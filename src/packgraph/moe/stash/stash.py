@@ -4,69 +4,46 @@ A layer's expert tensors have R rows, static and enough for the worst routing, o
 a number on the device. Kept from forward to backward they cost R rows per layer and microbatch in
 flight. With the stash
 
-    forward     experts run on [R, w] tensors; what autograd saves is copied, n rows of it, to pages
-                the [R, w] tensors are free again: one layer's worst case, reused by the next layer
-    backward    pages -> [R, w] tensors with zeros behind row n; the pages go back to the pool
+    forward     values -- first product --> h      values, h -> pages      h -- activation, second product --> made
+    backward    pages -> h: of the second product and the activation       pages -> values: of the first; pages are free
 
-so memory is one worst case plus the sum of what is live, over all layers and microbatches.
+so memory is one layer's worst case, reused by the next layer, plus the sum of what is live, over
+all layers and microbatches.
 
-Decisions, with reasons:
+    stash = Stash(device)                   # measures: notes what is saved
+    stash.allocate(pages)                   # from now on it stashes; before the first capture
+    stash.attach(model)                     # captures leave the pool as it was
+    made = stashed_experts(experts, values, weights, offsets, stash)
 
 * Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all
   slots share one pool and their forwards and backwards may replay in any order. What a graph's
   backward must know (the record) is an ordinary tensor in the graphs' own memory, written by its
-  forward.
-* One record per layer and microbatch for all tensors, see `pages.py`.
-* Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code
-  knows nothing of it. It works eagerly and in captures (hooks are Python: they run when a graph is
-  captured, what they launch is in the graph), not inside code that torch.compile traces. `keep` and
-  `back` are for an explicit autograd function and are fit for torch.compile, and so are the
-  operations that this library's experts use (`experts.py`). All are the same on the same pages.
-* Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are
-  left: they are small. A tensor saved twice is stashed once. A view of wider rows (one half of a
-  gated product) takes the whole rows with it and shares them with the other views: what comes back
-  has the layout it had, so kernels compute the same bits. Leaves that need a gradient stay:
-  something else holds them (parameters; inputs of a captured region).
-* Pages go back with the last tensor of a record that the backward asks for. A forward without
-  backward, or whose backward leaves out some of what the block saved, keeps its pages until the
-  next `reset`, which belongs at the beginning of every step.
-* What a checkpoint around the block drops is not stashed, nor what a backward computes again.
+  forward. There is one record per layer and microbatch for all tensors, see `pages.py`.
+* The same kernels on the same rows as `experts.Experts` without a stash, so the same bits.
+* Two operations with gradients of their own, and not saved-tensor hooks around ordinary code, since
+  compiled code calls no hooks. Two of them, since the gradients of both kinds of matrices would
+  stand beside each other else.
+* Pages go back when both backwards have run. A forward without backward, or a backward that is
+  asked for what follows the first product alone (`torch.autograd.grad` of down_proj, say), keeps
+  its pages until the next `reset`, which belongs at the beginning of every step.
+* What a compiler may do with it: forward and backward are traced into one graph, which is then cut
+  in two. That rows are taken in the backward, and not in the forward to be kept there, is data: a
+  take waits for a gradient (`after`). Rows of the first product come back when the second one's
+  gradients are there, so that [R, w] tensors follow one another.
+* What a checkpoint drops is not stashed, nor what a backward computes again.
 * A layer whose backward follows its forward at once (the last layer of the last chunk) need not be
-  stashed: call it outside of `saving`.
-
-    stash = Stash(device)                   # measures: notes what is saved, counts demand
-    with stash.saving(offsets, rows): ...   # warm-up steps
-    stash.allocate(pages)                   # from now on it stashes; before the first capture
-    stash.attach(model)                     # captures leave the pool as it was
-
-`Stash.saving` stashes what autograd saves in a block of ordinary code, by saved-tensor hooks:
-
-    forward     autograd saves x   ─▶ pack:   the first one reserves a record; x goes to its pages;
-                                              a handle is kept
-    backward    autograd wants x   ─▶ unpack: pages -> a new tensor; with the last handle the record's pages go back
-
-Hooks are Python. In a capture they run once, and what they launch is in the graph: the order in
-which a replay copies and releases is that of the capture. See `stash.py` for what is stashed.
+  stashed.
 """  # noqa: E501
 
-import contextlib
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from packgraph.graphs import fallback
-from packgraph.graphs.saved_tensors import (
-    Given,
-    Staying,
-    are_others,
-    in_backward,
-    staying,
-    was_changed,
-)
+from packgraph.graphs.saved_tensors import are_others
+from packgraph.moe.experts import Experts, activation, activation_backward
 from packgraph.moe.stash.pages import (
     DEMAND,
     NEED_HI,
@@ -74,236 +51,35 @@ from packgraph.moe.stash.pages import (
     SPILLED_HI,
     Pages,
     keep,
-    put,
-    reserve,
+    record_size,
     take,
 )
-from packgraph.torch_internals import identity, storage_id, version_of
+from packgraph.ops.linear import autocast, matrices_gradient, product, rows_gradient
 
-NARROWEST = 8
-OWNER = "a block of the stash"
 Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width
-
-
-class PagePool(Protocol):
-    """Part of a stash that a block needs, see `Stash`."""
-
-    pages: Pages
-    page_rows: int
-    measures: bool
-
-    @property
-    def buffers(self) -> Mapping[Column, Sequence[Tensor]]: ...
-
-    def reserve(self, offsets: Tensor, rows: int) -> Tensor: ...
-
-    def note(self, used: Mapping[Column, int]) -> None: ...
-
-    def check(self, column: Column, number: int) -> None: ...
-
-    def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]: ...
-
-
-class SavedRecord:
-    """Tensors that one run of a `saving` block has stashed, in one record."""
-
-    def __init__(
-        self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]
-    ) -> None:
-        self.stash, self.rows, self.pages, self.measures = stash, rows, stash.pages, stash.measures
-        self.offsets: Tensor | None = offsets
-        self.left = {storage_id(tensor) for tensor in leave}
-        self.record: Tensor | None = None
-        self.used: Counter[Column] = Counter()
-        self.known: dict[Any, tuple[weakref.ref[torch.UntypedStorage], _Saved]] = {}
-        self.waiting: set[int] = set()
-        self.packed = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Returns the object that autograd keeps for a tensor it wants to save."""
-        if not self._wanted(tensor):
-            return staying(tensor, OWNER)
-        with torch.no_grad():
-            if self.record is None and self.offsets is not None:
-                self.record = self.stash.reserve(self.offsets.detach(), self.rows)
-            saved = self._saved(_whole_rows(tensor.detach()))
-        handle = _Handle(self, saved, self.packed, tensor)
-        self.waiting.add(self.packed)
-        self.packed += 1
-        return handle
-
-    def close(self) -> None:
-        """No more tensors come."""
-        if self.measures:
-            self.stash.note(self.used)
-        self.offsets, self.known, self.left = None, {}, set()
-
-    def done(self, number: int) -> bool:
-        """Note that tensor `number` was asked for; whether it was the last one."""
-        last = self.waiting == {number}
-        self.waiting.discard(number)
-        return last
-
-    def _wanted(self, tensor: Tensor) -> bool:
-        if (
-            # somebody else holds it, to give it its gradient: a parameter, or an input of a region
-            (tensor.is_leaf and tensor.requires_grad)
-            or not tensor.is_floating_point()
-            or tensor.dim() != 2
-            or tensor.device != self.pages.state.device
-            or storage_id(tensor) in self.left
-        ):
-            return False
-        rows, width = tensor.shape
-        return (
-            rows == self.rows
-            and width >= NARROWEST
-            and tensor.stride(1) == 1
-            and _has_whole_rows(tensor)
-        )
-
-    def _saved(self, tensor: Tensor) -> "_Saved":
-        """The tensor in its pages; the same one if the same memory was saved before and has not
-        changed since."""
-        storage = tensor.untyped_storage()
-        key = (
-            identity(storage),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            version_of(tensor),
-        )
-        if key in self.known and self.known[key][0]() is not None:
-            return self.known[key][1]
-        column = (tensor.dtype, tensor.shape[1])
-        number = self.used[column]
-        self.used[column] += 1
-        saved = _Saved(self, column, number, tensor)
-        self.known[key] = (weakref.ref(storage), saved)
-        return saved
-
-
-class _Saved:
-    """A tensor in pages; while the stash only measures, the tensor itself."""
-
-    def __init__(self, block: SavedRecord, column: Column, number: int, tensor: Tensor) -> None:
-        self.block, self.tensor, self.version = (
-            block,
-            tensor if block.measures else None,
-            version_of(tensor),
-        )
-        self.buffers: list[Tensor] = []
-        self.hosts: list[Tensor] = []
-        self.restored: weakref.ref[Tensor] | None = None
-        self.token = block.record
-        if not block.measures and block.record is not None:
-            stash = block.stash
-            stash.check(column, number)
-            self.buffers, self.hosts = (
-                [stash.buffers[column][number]],
-                stash.host_memory([(column, number)]),
-            )
-            self.token = put(self.buffers, self.hosts, [tensor], block.record, stash.page_rows)
-
-    def back(self, release: bool) -> Tensor:
-        """The tensor. release: its record's pages are not needed any more. Raises RuntimeError when
-        it was changed in place."""
-        if self.tensor is not None and version_of(self.tensor) != self.version:
-            raise was_changed(tuple(self.tensor.shape), OWNER)
-        block, pages = self.block, self.block.pages
-        restored = self.tensor if self.restored is None else self.restored()
-        if restored is not None and not release:
-            return restored
-        again = [] if restored is not None else self.buffers
-        with torch.no_grad():
-            taken = take(
-                pages.state,
-                again,
-                self.hosts if again else [],
-                block.record,
-                self.token,
-                block.rows,
-                block.stash.page_rows,
-                pages.pages,
-                pages.host_pages,
-                release,
-            )
-        if restored is None:
-            restored = taken[0]
-            self.restored = weakref.ref(restored)
-        return restored
-
-
-class _Handle:
-    """Stand-in that autograd holds for a saved tensor: the columns [first, first + width) of what
-    is stashed. asked: whether a backward has. given: what came back for it."""
-
-    def __init__(self, block: SavedRecord, saved: _Saved, number: int, tensor: Tensor) -> None:
-        self.block, self.saved, self.number = block, saved, number
-        self.first, self.width = tensor.storage_offset() % tensor.stride(0), tensor.shape[1]
-        self.asked, self.given = False, Given()
-
-    def back(self) -> Tensor:
-        """The tensor, in the layout it had. Raises RuntimeError when its pages are gone."""
-        again = self.given.again()
-        if again is not None:
-            return again
-        if self.asked and not self.block.waiting:
-            raise RuntimeError(
-                "backward through stashed tensors a second time: their pages went back to the pool "
-                "after the first (retain_graph=True has no effect on a stash). Add the losses "
-                "before "
-                "backward, or run the forward again"
-            )
-        release = False
-        if in_backward():  # and not a debugger who looks
-            self.asked, release = True, self.block.done(self.number)
-        rows = self.saved.back(release)
-        return self.given.keep(rows.narrow(1, self.first, self.width))
-
-
-def _has_whole_rows(tensor: Tensor) -> bool:
-    """Returns whether the rows [R, w] lie side by side, or in wider rows that lie side by side in
-    memory that is all there."""
-    (rows, width), pitch = tensor.shape, tensor.stride(0)
-    if pitch < width:
-        return False
-    first = tensor.storage_offset() % pitch
-    end = (tensor.storage_offset() - first + rows * pitch) * tensor.element_size()
-    return first + width <= pitch and end <= tensor.untyped_storage().nbytes()
-
-
-def _whole_rows(tensor: Tensor) -> Tensor:
-    """The rows that `tensor` [R, w] is a part of: itself, or [R, its row stride]."""
-    pitch = tensor.stride(0)
-    return tensor.as_strided(
-        (tensor.shape[0], pitch), (pitch, 1), tensor.storage_offset() // pitch * pitch
-    )
-
-
-def unpack(packed: Any) -> Tensor:
-    """The tensor that `SavedRecord.pack` was given."""
-    return packed.back() if isinstance(packed, _Handle | Staying) else packed
+AGAIN = (
+    "backward through stashed experts a second time: their pages went back to the pool after the "
+    "first "
+    "(retain_graph=True has no effect on a stash). Add the losses before backward, or run the "
+    "forward again"
+)
 
 
 class Stash:
     """One pool of pages for all layers and microbatches of a rank.
 
-    page_rows: rows of a page. identity: leave everything as it is (to compare with).
+    page_rows: rows of a page.
 
     columns: how many tensors of each dtype and width one layer saves at most; noted until
     `allocate`.
     """
 
-    def __init__(
-        self, device: torch.device | str, page_rows: int = 64, identity: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | str, page_rows: int = 64) -> None:
         """Raises ValueError for a page that is no multiple of 16 rows: copies go 16 rows at a
         time."""
         if page_rows < 1 or page_rows % 16:
             raise ValueError(f"a page of {page_rows} rows: it must be a positive multiple of 16")
-        self.device, self.page_rows, self.identity = torch.device(device), page_rows, identity
+        self.device, self.page_rows = torch.device(device), page_rows
         self.columns: dict[Column, int] = {}
         self.pages = Pages(0, 0, self.device)
         self.buffers: dict[Column, list[Tensor]] = {}
@@ -324,8 +100,8 @@ class Stash:
         if pages < 1 or not self.columns:
             raise ValueError(
                 f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be "
-                "made: run a "
-                "forward within `saving` first, under no checkpoint, or say which columns there are"
+                "made: run a forward of stashed experts first, under no checkpoint, or say which "
+                "columns there are"
             )
         self.buffers, self.hosts = {}, {}  # the old ones go before there are new ones
         self.pages = Pages(pages, host_pages, self.device)
@@ -364,82 +140,6 @@ class Stash:
         tiers = (self.hosts if host else self.buffers).values()
         return sum(memory.nbytes for memories in tiers for memory in memories)
 
-    @contextlib.contextmanager
-    def saving(self, offsets: Tensor, rows: int, leave: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Within the block [rows, w] tensors saved for backward are stashed, offsets[-1] rows of
-        them.
-
-        offsets: int [E], its last entry at most `rows`, unchanged until the block ends. leave:
-        tensors that stay where they are, because something else keeps them anyway. What is behind
-        the live rows comes back as zeros, so the block must only hold code that does not care.
-        Raises RuntimeError inside code that torch.compile traces.
-        """
-        if torch.compiler.is_compiling() and not (self.identity or fallback.READING):
-            raise RuntimeError(
-                "Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
-                "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled"
-            )
-        reads = torch.compiler.is_compiling() and fallback.READING
-        if reads:
-            assert self.identity or self.measures or self.pages is not None  # a graph bakes them
-        if self.identity or reads or are_others():
-            yield
-            return
-        block = SavedRecord(self, offsets, rows, leave)
-        with torch.autograd.graph.saved_tensors_hooks(block.pack, unpack):
-            yield
-        block.close()
-
-    def keep(self, offsets: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Stash `sources`, [R, w] each, and return what to save for backward in their place.
-
-        For the forward of an autograd function; `back` undoes it. Such a forward runs without
-        gradients too, where pages that nobody brings back are lost until the next reset: ask
-        torch.is_grad_enabled() before the function is applied. offsets: int [E], offsets[-1] rows
-        are live. Raises RuntimeError where the pool has no column for a source. Under a checkpoint,
-        or other hooks of saved tensors, it returns `sources` (but for compiled code, which cannot
-        know).
-        """
-        memory = self.memory([(source.dtype, source.shape[1]) for source in sources])
-        if memory is None:
-            return tuple(sources)
-        (buffers, hosts), pages = memory, self.pages
-        record = keep(
-            pages.state,
-            buffers,
-            hosts,
-            list(sources),
-            offsets,
-            self.page_rows,
-            pages.pages,
-            pages.host_pages,
-        )
-        return record, pages.state, *buffers, *hosts
-
-    def back(self, kept: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """The tensors that `keep` was given, [rows, w], zero behind the live rows. Once: their
-        pages are free then.
-
-        In compiled code some of them must be used: a compiler leaves out what nobody reads, and
-        their release with it.
-        """
-        if self.identity or self.measures or kept[0].is_floating_point():  # no record of pages
-            return list(kept)
-        record, state, *memories = kept
-        count = len(memories) // 2 if self.pages.host_pages else len(memories)
-        return take(
-            state,
-            memories[:count],
-            memories[count:],
-            record,
-            record,
-            rows,
-            self.page_rows,
-            self.pages.pages,
-            self.pages.host_pages,
-            True,
-        )[:-1]
-
     def overflow_flag(self) -> Tensor:
         """Returns whether something did not fit since the last `clear`: bool [], on the device, a
         tensor of its own."""
@@ -467,21 +167,15 @@ class Stash:
         them."""
         self.pages.clear()
 
-    def reserve(self, offsets: Tensor, rows: int) -> Tensor:
-        """A record for the first offsets[-1] of `rows` rows."""
-        return reserve(
-            self.pages.state, offsets, rows, self.page_rows, self.pages.pages, self.pages.host_pages
-        )
-
     def memory(self, columns: Sequence[Column]) -> tuple[list[Tensor], list[Tensor]] | None:
         """The pages for a layer's tensors of these columns, in order: on the device, and on the
         host if there are any.
 
-        None where nothing is stashed: while the stash measures, which notes the columns, with
-        identity, and where what is saved is somebody else's. Raises RuntimeError where the pool has
+        None where nothing is stashed: while the stash measures, which notes the columns, and where
+        what is saved is somebody else's. Raises RuntimeError where the pool has
         no column for one.
         """
-        if self.identity or (not torch.compiler.is_compiling() and are_others()):
+        if not torch.compiler.is_compiling() and are_others():
             return None
         used: Counter[Column] = Counter()
         places = []
@@ -489,31 +183,211 @@ class Stash:
             places.append((column, used[column]))
             used[column] += 1
         if self.measures:
-            self.note(used)
+            for column, count in used.items():
+                self.columns[column] = max(count, self.columns.get(column, 0))
             return None
-        for column, number in places:
-            self.check(column, number)
-        return [self.buffers[column][number] for column, number in places], self.host_memory(places)
-
-    def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]:
-        """The host memory of these columns; none where there is no such tier."""
+        for (dtype, width), number in places:
+            if number >= self.columns.get((dtype, width), 0):
+                raise RuntimeError(
+                    f"a layer saves {number + 1} tensors of {dtype} and width {width}, but the "
+                    f"stash has pages for {self.columns.get((dtype, width), 0)}: it was allocated "
+                    "for other layers. Measure with these, or give their columns to Stash.allocate"
+                )
+        hosts = places if self.pages.host_pages else []
         return (
-            [self.hosts[column][number] for column, number in places]
-            if self.pages.host_pages
-            else []
+            [self.buffers[column][number] for column, number in places],
+            [self.hosts[column][number] for column, number in hosts],
         )
 
-    def note(self, used: Mapping[Column, int]) -> None:
-        """A layer saves `used[column]` tensors of each column."""
-        for column, count in used.items():
-            self.columns[column] = max(count, self.columns.get(column, 0))
 
-    def check(self, column: Column, number: int) -> None:
-        """Raise RuntimeError unless there are pages for the `number`-th tensor of a column."""
-        if number >= self.columns.get(column, 0):
-            raise RuntimeError(
-                f"a layer saves {number + 1} tensors of {column[0]} and width {column[1]}, but the "
-                f"stash has pages for {self.columns.get(column, 0)}: it was allocated for other "
-                "layers. "
-                "Measure with these, or give their columns to Stash.allocate"
-            )
+def columns_of(experts: Experts) -> dict[Column, int]:
+    """Counts the columns that these experts keep for their backward: the rows of tokens, and those
+    before the activation."""
+    matrices, columns = experts.first_proj, Counter[Column]()
+    for width in (matrices.shape[2], matrices.shape[1]):
+        columns[matrices.dtype, width] += 1
+    return dict(columns)
+
+
+def stashed_experts(
+    experts: Experts, values: Tensor, weights: Tensor, offsets: Tensor, stash: Stash
+) -> Tensor:
+    """`experts(values, weights, offsets)`, [R, H]; values and h, which its backward needs, are in
+    pages until then.
+
+    values: [R, H]; weights: float32 [R]; offsets: int32 [E]; h: [R, 2I], without a gate [R, I].
+    Where there is nothing to differentiate, and while the stash measures, nothing is stashed. Fit
+    for torch.compile. Raises RuntimeError where the stash was allocated for other columns, and in a
+    second backward.
+    """
+    matrices = experts.first_proj, experts.down_proj
+    differentiable = any(x.requires_grad for x in (values, weights, *matrices))
+    if not torch.is_grad_enabled() or not differentiable:
+        return experts(values, weights, offsets)
+    values, first, down = autocast(values, *matrices)
+    memory = stash.memory([(values.dtype, values.shape[1]), (values.dtype, first.shape[1])])
+    if memory is None:
+        return experts(values, weights, offsets)
+    pages = stash.pages
+    pool = pages.state, *memory, stash.page_rows, pages.pages, pages.host_pages
+    h, record = _first(values, first, offsets, experts.by, *pool)
+    is_last = not first.requires_grad
+    return _second(h, weights, down, offsets, experts.gated, experts.by, is_last, record, *pool)
+
+
+@torch.library.custom_op("packgraph::stashed_first_product", mutates_args=())
+def _first(
+    values: Tensor,
+    first: Tensor,
+    offsets: Tensor,
+    by: str,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> tuple[Tensor, Tensor]:
+    """h, and the record of the pages that values and h are in. buffers: of values, of h; hosts: as
+    many or none."""
+    h = product(values, first, offsets, True, by)
+    return h, keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
+
+
+@_first.register_fake
+def _first_shapes(
+    values: Tensor,
+    first: Tensor,
+    offsets: Tensor,
+    by: str,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape[0], first.shape[1]), state.new_empty(
+        record_size(values.shape[0], page_rows)
+    )
+
+
+def _save_first(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    values, first, offsets, ctx.by, state, buffers, hosts, *ctx.sizes = inputs
+    ctx.rows, ctx.spent = values.shape[0], False
+    ctx.save_for_backward(first, offsets, state, output[1], *buffers, *hosts)
+
+
+def _differentiate_first(ctx: Any, of_h: Tensor, _: Tensor) -> tuple[Any, ...]:
+    _spend(ctx)
+    first, offsets, state, record, *memories = ctx.saved_tensors
+    needs_values, needs_first, *_ = ctx.needs_input_grad
+    of_first = None
+    if needs_first:
+        of_first = matrices_gradient(
+            of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True, ctx.by
+        )
+    of_values = rows_gradient(of_h, first, offsets, True, ctx.by) if needs_values else None
+    return of_values, of_first, *_nothing(3, memories), *[None] * len(ctx.sizes)
+
+
+_first.register_autograd(_differentiate_first, setup_context=_save_first)
+
+
+@torch.library.custom_op("packgraph::stashed_second_product", mutates_args=())
+def _second(
+    h: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    gated: bool,
+    by: str,
+    is_last: bool,
+    record: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> Tensor:
+    """made [R, H]. is_last: nobody takes values after the backward has taken h, so that the pages
+    are free."""
+    return product(activation(h, weights, offsets, gated), down, offsets, True, by)
+
+
+@_second.register_fake
+def _second_shape(
+    h: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    gated: bool,
+    by: str,
+    is_last: bool,
+    record: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> Tensor:
+    return h.new_empty(h.shape[0], down.shape[1])
+
+
+def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, weights, down, offsets, *rest = inputs
+    ctx.gated, ctx.by, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = rest
+    ctx.rows, ctx.spent = h.shape[0], False
+    ctx.save_for_backward(weights, down, offsets, state, record, *buffers, *hosts)
+
+
+def _differentiate_second(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    _spend(ctx)
+    weights, down, offsets, state, record, *memories = ctx.saved_tensors
+    of_act = rows_gradient(grad, down, offsets, True, ctx.by)
+    h = _back(1, ctx, state, record, memories, of_act, ctx.is_last)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
+    del of_act, h  # which the gradient of matrices need not stand beside
+    needs_down = ctx.needs_input_grad[2]
+    of_down = matrices_gradient(grad, act, offsets, True, ctx.by) if needs_down else None
+    return of_h, of_weights, of_down, *_nothing(6, memories), *[None] * len(ctx.sizes)
+
+
+_second.register_autograd(_differentiate_second, setup_context=_save_second)
+
+
+def _spend(ctx: Any) -> None:
+    if ctx.spent:
+        raise RuntimeError(AGAIN)
+    ctx.spent = True
+
+
+def _back(
+    number: int,
+    ctx: Any,
+    state: Tensor,
+    record: Tensor,
+    memories: list[Tensor],
+    after: Tensor,
+    release: bool,
+) -> Tensor:
+    """values (0) or h (1). release: the pages are not needed any more. A result must be used:
+    compilers drop what is not."""
+    buffers, hosts = memories[:2], memories[2:]
+    return take(
+        state,
+        buffers[number : number + 1],
+        hosts[number : number + 1],
+        record,
+        after,
+        ctx.rows,
+        *ctx.sizes,
+        release,
+    )[0]
+
+
+def _nothing(count: int, memories: list[Tensor]) -> list[Any]:
+    """No gradients of so many inputs, and of the two lists of memories behind them."""
+    return [None] * count + [[None] * 2, [None] * (len(memories) - 2)]

@@ -62,9 +62,8 @@ from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
 from packgraph.moe.dispatch.over_ranks import Budgeted, with_factor
 from packgraph.moe.peer_read import Buffers, SymmetricBuffers, symmetric_problem
-from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import grown_pages, pages_for
-from packgraph.moe.stash.stash import Stash
+from packgraph.moe.stash.stash import Stash, columns_of
 from packgraph.ops.symmetric_memory import NoSymmetricMemory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts

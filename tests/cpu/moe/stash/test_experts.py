@@ -9,14 +9,13 @@ import torch
 from stashkit import poison_pages
 
 import packgraph
-import packgraph.moe.stash.experts as stashed
+import packgraph.moe.stash.stash as stashed
 from packgraph.bench.models import draw_batches
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.experts import Experts
-from packgraph.moe.stash.experts import columns_of, stashed_experts
-from packgraph.moe.stash.stash import Stash
+from packgraph.moe.stash.stash import Stash, columns_of, stashed_experts
 from packgraph.packing.capacity import Capacity
 from packgraph.train.features.moe import share
 
@@ -252,3 +251,35 @@ def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
     )
     assert stash.in_use() == 0 and not stash.overflow_flag() and stash.need_hi() > 1
     assert {(rows, 16), (rows, 32)} <= set(plain) and not {(rows, 16), (rows, 32)} & set(saved)
+
+
+class InPages(torch.nn.Module):
+    """Experts whose rows are in pages of a stash, None = are kept."""
+
+    def __init__(self, stash):
+        super().__init__()
+        self.stash, self.experts = stash, Experts(4, 16, 16)
+
+    def forward(self, values, weights, offsets):
+        if self.stash is None:
+            return self.experts(2 * values, weights, offsets)
+        return stashed_experts(self.experts, 2 * values, weights, offsets, self.stash)
+
+
+def test_compiled_code_keeps_once_and_brings_back_once():
+    """A compiler may move what only the backward needs; what it must not do is to reserve twice."""
+    stash = stash_of()
+    plain, given = InPages(None), InPages(stash)
+    plain.load_state_dict(given.state_dict())
+    graphed = packgraph.graph(given, warmup=0, compile="aot_eager")
+    for live in (40, 17, 0, 48):
+        results = []
+        for model in (plain, graphed):
+            values, weights, offsets, gradient = rows(live)
+            model(values, weights, offsets).backward(gradient)
+            own = [p.grad.clone() for p in model.parameters()]
+            results.append([values.grad[:live], weights.grad, *own])
+            poison_pages(stash)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert graphed.stats.replayed == 4
+    assert stash.in_use().item() == 0 and stash.need_hi().item() == 3
