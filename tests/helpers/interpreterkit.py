@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.kernels import HAS_TRITON
 
 INSIDE = "TRITON_INTERPRET"
 needs_triton = pytest.mark.skipif(

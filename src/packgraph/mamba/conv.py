@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import FLOATS, HAS_TRITON, by_rows, save_inputs, tl, triton
 from packgraph.packing.batch import PackedBatch
 
 MOST_TAPS = 4  # Mamba-2 has four
@@ -283,7 +283,7 @@ def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
 ) -> Tensor:
     """y [T, C]."""
-    x, weight = _by_rows(x), weight.contiguous()
+    x, weight = by_rows(x), weight.contiguous()
     (rows, channels), taps = x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _forward[(triton.cdiv(rows, FORWARD_ROWS), triton.cdiv(channels, FORWARD_COLUMNS))](
@@ -315,7 +315,7 @@ def _conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x [T, C], weight [C, K] and bias [C], the last in the weight's dtype if there is
     none."""
-    grad, x, weight = _by_rows(grad), _by_rows(x), weight.contiguous()
+    grad, x, weight = by_rows(grad), by_rows(x), weight.contiguous()
     (rows, channels), taps = x.shape, weight.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     spans = triton.cdiv(rows, SPAN)
@@ -348,11 +348,7 @@ def _conv_backward(
     )
 
 
-@convolve.register_fake
-def _shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
-) -> Tensor:
-    return x.new_empty(x.shape)
+convolve.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 @_conv_backward.register_fake
@@ -368,21 +364,12 @@ def _shapes(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dx, of_weight, of_bias = _conv_backward(grad, *ctx.saved_tensors, ctx.activation)
+    dx, of_weight, of_bias = _conv_backward(grad, *ctx.saved_tensors, *ctx.constants)
     return dx, of_weight, None if ctx.saved_tensors[2] is None else of_bias, None, None
 
 
-convolve.register_autograd(_differentiate, setup_context=_save)
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+convolve.register_autograd(_differentiate, setup_context=save_inputs)
 
 
 def packed_causal_conv(
@@ -408,7 +395,7 @@ def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[s
         found.append("Triton is not installed")
     if device.type != "cuda":
         found.append(f"the kernels run on CUDA, not on {device.type}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in FLOATS:
         found.append(f"the kernels take float32, bfloat16 and float16, not {dtype}")
     if taps > MOST_TAPS:
         found.append(f"the kernels take up to {MOST_TAPS} taps, not {taps}")

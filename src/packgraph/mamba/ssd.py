@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.mamba import ssd_backward, ssd_forward
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.kernels import HAS_TRITON, save_inputs
 
 CHUNKS = (16, 32, 64, 128, 256)
 MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
@@ -283,18 +283,7 @@ def _ssd_backward(
     return dx, ddt, da, db, dc, a.new_empty(1) if dd is None else dd
 
 
-@ssd_by_kernels.register_fake
-def _shape(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    document_ids: Tensor,
-    chunk: int,
-) -> Tensor:
-    return x.new_empty(x.shape)
+ssd_by_kernels.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 @_ssd_backward.register_fake
@@ -313,17 +302,12 @@ def _shapes(
     return x, dt, a, b, c, a.new_empty(1) if d is None else d.new_empty(d.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *gradients, of_skip = _ssd_backward(grad, *ctx.saved_tensors, ctx.chunk)
+    *gradients, of_skip = _ssd_backward(grad, *ctx.saved_tensors, *ctx.constants)
     return (*gradients, None if ctx.saved_tensors[5] is None else of_skip, None, None)
 
 
-ssd_by_kernels.register_autograd(_differentiate, setup_context=_save)
+ssd_by_kernels.register_autograd(_differentiate, setup_context=save_inputs)
 
 
 def side_by_side(value: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from packgraph.mamba.ssd_forward import (
     tables_of,
     ways_of,
 )
-from packgraph.ops.triton_found import tl, triton
+from packgraph.ops.kernels import tl, triton
 
 ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
 

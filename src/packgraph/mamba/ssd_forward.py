@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.ops.triton_found import tl, triton
+from packgraph.ops.kernels import tl, triton
 
 
 class Launch(NamedTuple):

@@ -38,8 +38,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from packgraph.ops.kernels import by_rows, has_kernel, save_inputs, tl, triton
 from packgraph.ops.linear import NATIVE, autocast, matrices_gradient, product, rows_gradient
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
 
 TILE_ROWS, TILE_COLUMNS = 4, 512
 
@@ -140,7 +140,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 def activate(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
     """Launches `activation`: [R, I]."""
-    h = _by_rows(h)
+    h = by_rows(h)
     rows, width = h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
     out = h.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
@@ -164,7 +164,7 @@ def activate_backward(
     grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches `activation_backward`: gradients of h and weights [R], and the activation [R, I]."""
-    h, grad = _by_rows(h), _by_rows(grad)
+    h, grad = by_rows(h), by_rows(grad)
     rows, width = grad.shape
     of_h, of_weights, act = (
         h.new_empty(h.shape),
@@ -193,15 +193,11 @@ def activate_backward(
     return of_h, of_weights, act
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())
 def activation(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
     """act [R, I]. h: [R, 2I], gate first, or [R, I] without a gate; weights: float32 [R]; offsets:
     int32 [E]."""
-    if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
+    if has_kernel(h):
         return activate(h, weights, offsets, gated)
     weight = weights[:, None]
     if not gated:
@@ -216,7 +212,7 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of h, of its shape, and of weights [R], and the activation [R, I] itself. grad: [R,
     I], of the activation."""
-    if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
+    if has_kernel(h):
         return activate_backward(grad, h, weights, offsets, gated)
     wide, weight = _wide(grad), weights[:, None]
     if gated:
@@ -235,16 +231,20 @@ def activation_backward(
     return of_h.to(h.dtype), of_weights.to(weights.dtype), (plain * weight).to(h.dtype)
 
 
-@activation.register_fake
-def _activation_shape(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
-    return h.new_empty(h.shape[0], h.shape[1] // 2 if gated else h.shape[1])
+activation.register_fake(
+    lambda h, weights, offsets, gated=True: h.new_empty(
+        h.shape[0], h.shape[1] // 2 if gated else h.shape[1]
+    )
+)
 
 
-@activation_backward.register_fake
-def _backward_shapes(
-    grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    return h.new_empty(h.shape), weights.new_empty(weights.shape), grad.new_empty(grad.shape)
+activation_backward.register_fake(
+    lambda grad, h, weights, *_: (
+        h.new_empty(h.shape),
+        weights.new_empty(weights.shape),
+        grad.new_empty(grad.shape),
+    )
+)
 
 
 class Experts(nn.Module):
@@ -338,25 +338,17 @@ def _second_half(
     return product(activation(h, weights, offsets, gated), down, offsets, True, by)
 
 
-@_second_half.register_fake
-def _second_half_shape(
-    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, by: str
-) -> Tensor:
-    return h.new_empty(h.shape[0], down.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.gated, ctx.by = inputs
-    ctx.save_for_backward(*tensors)
+_second_half.register_fake(lambda h, weights, down, *_: h.new_empty(h.shape[0], down.shape[1]))
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     h, weights, down, offsets = ctx.saved_tensors
-    of_act = rows_gradient(grad, down, offsets, True, ctx.by)
-    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
+    gated, by = ctx.constants
+    of_act = rows_gradient(grad, down, offsets, True, by)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, gated)
     needs_down = ctx.needs_input_grad[2]
-    of_down = matrices_gradient(grad, act, offsets, True, ctx.by) if needs_down else None
+    of_down = matrices_gradient(grad, act, offsets, True, by) if needs_down else None
     return of_h, of_weights, of_down, None, None, None
 
 
-_second_half.register_autograd(_differentiate, setup_context=_save)
+_second_half.register_autograd(_differentiate, setup_context=save_inputs)

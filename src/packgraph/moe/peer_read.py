@@ -56,11 +56,10 @@ from packgraph.moe.permute import RowPlan, combine_rows, plan_rows
 from packgraph.ops import symmetric_memory
 from packgraph.ops.attention.context import group_of
 from packgraph.ops.collectives import all_gather_flat
+from packgraph.ops.kernels import FLOATS, HAS_TRITON, by_rows, tl, triton
 from packgraph.ops.symmetric_memory import NoSymmetricMemory, SymmetricMemory, hosts_problem
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
 
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PUBLISHED = 4  # rows of a program
 SPREAD_COLUMNS, COLLECT_COLUMNS = 2048, 1024
 SPREAD_WARPS, COLLECT_WARPS = 4, 4
@@ -239,7 +238,7 @@ class SymmetricBuffers:
         in a capture."""
         ranks = dist.get_world_size(self.members)
         problem = symmetric_problem(self.device, ranks)
-        if problem is None and self.dtype not in DTYPES:
+        if problem is None and self.dtype not in FLOATS:
             problem = f"rows travel in bfloat16, float16 or float32, not {self.dtype}"
         if problem is None:
             problem = hosts_problem(self.members)
@@ -304,7 +303,7 @@ def publish(
 
     offsets: int32 [E], only rows before offsets[-1] are copied; None = all.
     """
-    values, weights = values if values.stride(1) == 1 else values.contiguous(), weights.contiguous()
+    values, weights = by_rows(values), weights.contiguous()
     rows, width = values.shape
     if not rows:
         return
@@ -735,41 +734,20 @@ def _from_experts(
     )
 
 
-@_to_experts.register_fake
-def _to_shapes(
-    x: Tensor,
-    weights: Tensor,
-    row_of_pair: Tensor,
-    place_of_pair: Tensor,
-    offsets: Tensor,
-    memory: Tensor,
-    peers: Tensor,
-    rows: int,
-    room: int,
-    rank: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(rows, x.shape[1]), weights.new_empty(rows if weights.numel() else 0)
+_to_experts.register_fake(
+    lambda x, weights, row_of_pair, place_of_pair, offsets, memory, peers, rows, *_: (
+        x.new_empty(rows, x.shape[1]),
+        weights.new_empty(rows if weights.numel() else 0),
+    )
+)
 
 
-@_from_experts.register_fake
-def _from_shapes(
-    y: Tensor,
-    weights: Tensor,
-    row_of_pair: Tensor,
-    place_of_pair: Tensor,
-    offsets: Tensor,
-    memory: Tensor,
-    peers: Tensor,
-    rows: int,
-    room: int,
-    rank: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    return (
+_from_experts.register_fake(
+    lambda y, weights, row_of_pair, place_of_pair, *_: (
         y.new_empty(place_of_pair.shape[0], y.shape[1]),
         weights.new_empty(place_of_pair.shape if weights.numel() else (0,)),
     )
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

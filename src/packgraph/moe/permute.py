@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import HAS_TRITON, by_rows, has_kernel, tl, triton
 
 PAIRS = 128  # of a block of the plan
 EXPERTS = 64  # of a tile of counts
@@ -250,7 +250,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
     """[T, H] -> [R, H]: the token of each row's pair, zeros in rows without one. places: k."""
-    x, pair_of_row = x if x.stride(1) == 1 else x.contiguous(), pair_of_row.contiguous()
+    x, pair_of_row = by_rows(x), pair_of_row.contiguous()
     rows, width = pair_of_row.shape[0], x.shape[1]
     out = x.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
@@ -296,7 +296,7 @@ def _combine(  # type: ignore[no-untyped-def]
 def combine(y: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]: the sum of each token's rows, place after place in float32, rounded
     once."""
-    y, row_of_pair = y if y.stride(1) == 1 else y.contiguous(), row_of_pair.contiguous()
+    y, row_of_pair = by_rows(y), row_of_pair.contiguous()
     (tokens, places), width = row_of_pair.shape, y.shape[1]
     out = y.new_empty(tokens, width)
     columns = min(
@@ -434,7 +434,7 @@ def _gathered(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
 @torch.library.custom_op("packgraph::combine_rows", mutates_args=())
 def _combined(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]."""
-    if HAS_TRITON and y.is_cuda and y.dtype != torch.float64:
+    if has_kernel(y):
         return combine(y, row_of_pair)
     wide = torch.promote_types(y.dtype, torch.float32)
     total = torch.zeros(row_of_pair.shape[0], y.shape[1], dtype=wide, device=y.device)
@@ -452,19 +452,15 @@ def _picked(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
 
 
-@_gathered.register_fake
-def _gathered_shape(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
-    return x.new_empty(pair_of_row.shape[0], x.shape[1])
+_gathered.register_fake(lambda x, pair_of_row, *_: x.new_empty(pair_of_row.shape[0], x.shape[1]))
 
 
-@_combined.register_fake
-def _combined_shape(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
-    return y.new_empty(row_of_pair.shape[0], y.shape[1])
+_combined.register_fake(
+    lambda y, pair_of_row, row_of_pair: y.new_empty(row_of_pair.shape[0], y.shape[1])
+)
 
 
-@_picked.register_fake
-def _picked_shape(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    return values.new_empty(index.shape[0])
+_picked.register_fake(lambda values, index, *_: values.new_empty(index.shape[0]))
 
 
 def _save_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.ops.kernels import save_inputs
+from packgraph.ops.linear import as_given
+
 PARTS = 3
 UPPER_HALF = -(2**16)  # of 32 bits: what a float32 shares with a bfloat16
 
@@ -69,17 +72,12 @@ def _leading_bits(values: Tensor) -> Tensor:
 
 def _in_float32(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, of bfloat16, added up in float32 and left so. torch has this for CUDA alone."""
-    with _as_given(left):
+    with as_given(left):
         return (
             torch.mm(left, right, out_dtype=torch.float32)
             if left.is_cuda
             else left.float() @ right.float()
         )
-
-
-def _as_given(x: Tensor) -> torch.autocast:
-    """Context for products of the dtypes that go in, also where a backward runs under autocast."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 @torch.library.custom_op("packgraph::router_logits", mutates_args=())
@@ -97,7 +95,7 @@ def _gradient_of_rows(parts: Tensor, weight: Tensor) -> Tensor:
     product of bfloat16.
     """
     stacked = weight.repeat(PARTS, 1)
-    with _as_given(parts):
+    with as_given(parts):
         return parts @ stacked if parts.is_cuda else _in_float32(parts, stacked).to(parts.dtype)
 
 
@@ -119,28 +117,17 @@ def _summed_parts(parts: Tensor, x: Tensor) -> Tensor:
     return _in_float32(parts.t(), x).unflatten(0, (PARTS, -1)).sum(0)
 
 
-@_product.register_fake
-def _product_shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+_product.register_fake(
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+)
 
 
-@_gradient_of_rows.register_fake
-def _rows_shape(parts: Tensor, weight: Tensor) -> Tensor:
-    return parts.new_empty(parts.shape[0], weight.shape[1])
+_gradient_of_rows.register_fake(
+    lambda parts, weight: parts.new_empty(parts.shape[0], weight.shape[1])
+)
 
 
-@gradient_of_weight.register_fake
-def _weight_shape(parts: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(parts.shape[1] // PARTS, x.shape[1])
-
-
-@add_gradient_of_weight.register_fake
-def _adding_shape(total: Tensor, parts: Tensor, x: Tensor) -> None:
-    return None
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+gradient_of_weight.register_fake(lambda parts, x: x.new_empty(parts.shape[1] // PARTS, x.shape[1]))
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -152,4 +139,4 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     )
 
 
-_product.register_autograd(_differentiate, setup_context=_save)
+_product.register_autograd(_differentiate, setup_context=save_inputs)

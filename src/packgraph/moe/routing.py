@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import has_kernel, tl, triton
 
 AT_ONCE = 256  # scores of a program, unless a row has more
 TAKEN = tl.constexpr(-(2**31))  # below every number that a score has
@@ -484,17 +484,9 @@ def _shapes(
     )
 
 
-@_route_backward.register_fake
-def _backward_shape(
-    of_weights: Tensor | None,
-    of_scores: Tensor | None,
-    scores: Tensor,
-    experts: Tensor,
-    softmax: bool,
-    normalise: bool,
-    scaling: float,
-) -> Tensor:
-    return scores.new_empty(scores.shape)
+_route_backward.register_fake(
+    lambda of_weights, of_scores, scores, *_: scores.new_empty(scores.shape)
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -533,7 +525,7 @@ def route(
     settings do not fit.
     """
     _check(logits, settings)
-    if HAS_TRITON and logits.is_cuda:
+    if has_kernel(logits):
         experts, weights, scores = route_in_one(
             logits,
             padding_mask,

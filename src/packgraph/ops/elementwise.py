@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import has_kernel, tl, triton
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK, WARPS = 4096, 8  # elements and warps of a program
 
 
@@ -54,8 +53,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or gate.dtype != up.dtype:
         return F.silu(gate) * up
-    result: Tensor = _SwiGLU.apply(gate, up)
-    return result
+    return _SwiGLU.apply(gate, up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -227,7 +225,7 @@ def add_sum(total: Tensor, one: Tensor, other: Tensor) -> None:
 
     All are [size], contiguous and of one dtype.
     """
-    if HAS_TRITON and total.is_cuda and total.dtype in DTYPES:
+    if has_kernel(total):
         add_sum_of_two(total, one, other)
     else:
         total.add_(torch.add(one, other))

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import has_kernel, tl, triton
 
 PADDING_INDEX = -1
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of sums in float32
 ROWS, COLUMNS = 8, 512  # of the tile that is summed at once
 
 
@@ -116,7 +115,7 @@ def add_rows(total: Tensor, grad: Tensor, indices: Tensor, rows: Tensor) -> None
 @torch.library.custom_op("packgraph::embedding_gradient", mutates_args=())
 def embedding_gradient(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     """Gradient [V, H] of `weight` from grad [T, H] of its dtype."""
-    if not _has_kernel(grad):
+    if not has_kernel(grad):
         return naive_embedding_gradient(grad, indices, weight)
     total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     _add_sorted(total, grad, indices)
@@ -131,14 +130,10 @@ def add_embedding_gradient(total: Tensor, grad: Tensor, indices: Tensor, weight:
     float32 total are not rounded to a narrower one. Only rows that were looked up are read and
     written. weight: whose gradient it is, by which compiled code finds `total`.
     """
-    if _has_kernel(grad):
+    if has_kernel(grad):
         _add_sorted(total, grad, indices)
     else:
         total.add_(naive_embedding_gradient(grad, indices, total))
-
-
-def _has_kernel(grad: Tensor) -> bool:
-    return HAS_TRITON and grad.is_cuda and grad.dtype in DTYPES
 
 
 def _add_sorted(total: Tensor, grad: Tensor, indices: Tensor) -> None:
@@ -147,6 +142,6 @@ def _add_sorted(total: Tensor, grad: Tensor, indices: Tensor) -> None:
     add_rows(total, grad.contiguous(), ordered, rows)
 
 
-@embedding_gradient.register_fake
-def _gradient_shape(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+embedding_gradient.register_fake(
+    lambda grad, indices, weight: torch.empty_like(weight, memory_format=torch.contiguous_format)
+)

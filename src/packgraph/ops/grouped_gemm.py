@@ -69,15 +69,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import ALIGNMENT, FLOATS, HAS_TRITON, aligned, by_rows, tl, triton
 
 if HAS_TRITON:
     from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, to_ragged_indices
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 HOPPER = (9, 0)  # with 9 alone descriptors were tried, and their tiles fit into shared memory
-ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Added(NamedTuple):
@@ -184,13 +182,6 @@ def describable(*tensors: Tensor) -> bool:
         )
         for x in tensors
     )
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy that begins where kernels like it. So which kernel makes a product follows from
-    shapes and strides and never from where a tensor lies: eager calls and replays, which have
-    copies of their own, choose alike."""
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def programs_at_once(device: torch.device, each: int) -> int:
@@ -531,7 +522,7 @@ def add_products(
 
     total: contiguous. way: how; by default what the table says.
     """
-    left, right = (aligned(x if x.stride(1) == 1 else x.contiguous()) for x in (left, right))
+    left, right = (aligned(by_rows(x)) for x in (left, right))
     offsets = offsets.contiguous()
     if (there := aligned(total)) is not total:
         add_products(there, left, right, offsets, way)
@@ -652,7 +643,7 @@ def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> 
         reasons.append(f"the dtype is {dtype}, not bfloat16")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER:
         reasons.append("the device has a compute capability below 9.0")
-    if device.type != "cuda" and dtype not in DTYPES:
+    if device.type != "cuda" and dtype not in FLOATS:
         reasons.append(f"the dtype is {dtype}, not float32, bfloat16 or float16")
     reasons += [
         f"rows of {width} numbers do not fill {ALIGNMENT} bytes"
@@ -670,7 +661,7 @@ def _by_torch(x: Tensor, *widths: int) -> bool:
 def _by_kernel(x: Tensor) -> bool:
     """Returns whether Triton's kernels can be taken; else products are masked. Raises ValueError
     where that would surprise."""
-    if not x.is_cuda or x.dtype not in DTYPES:
+    if not x.is_cuda or x.dtype not in FLOATS:
         return False
     if not HAS_TRITON:
         raise ValueError(

@@ -28,14 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packgraph.ops.grouped_gemm import aligned, on_hopper
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.grouped_gemm import on_hopper
+from packgraph.ops.kernels import FLOATS, HAS_TRITON, aligned, tl, triton
 
 LEAST_ROWS = 1024
 MOST_NUMBERS = (
     2**12
 )  # of the heads of queries, or of keys, of a token: a program holds them at once
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WARPS, BACKWARD_WARPS = 4, 2  # of a program, which has all heads of a token at once
 PROGRAMS = 528  # of a backward, at most; each makes one partial sum
 PARTS, PART_COLUMNS = 256, 8  # tile of the partial sums that are added at once
@@ -55,7 +54,7 @@ def turns_heads(
         and head_dim & (head_dim - 1) == 0
         and max(q.shape[1], k.shape[1]) * head_dim <= MOST_NUMBERS
         and all(map(_is_plain, operands))
-        and all(x.dtype in DTYPES and x.device == q.device for x in operands)
+        and all(x.dtype in FLOATS and x.device == q.device for x in operands)
         and not any(table.requires_grad for table in tables)
         and is_measured(q.device)
     )
@@ -247,7 +246,7 @@ def turn(
 ) -> None:
     """Fill outputs, contiguous, of the shapes of q [T, Hq, D] and k [T, Hkv, D]. weights: [D] of q
     and k. tables: cosines and sines [T, D]."""
-    q, k = _by_rows(q), _by_rows(k)
+    q, k = _in_rows(q), _in_rows(k)
     if q.shape[0]:
         _forward[(q.shape[0],)](
             q,
@@ -275,7 +274,7 @@ def turn_backward(
 ) -> None:
     """Fill outputs, contiguous, of the shapes of q and k, and of_weights [D]. T > 0. most_programs:
     that go over tokens."""
-    q, k, q_grad, k_grad = (_by_rows(x) for x in (q, k, *grads))
+    q, k, q_grad, k_grad = (_in_rows(x) for x in (q, k, *grads))
     rows = q.shape[0]
     steps = triton.cdiv(rows, most_programs)
     programs = triton.cdiv(rows, steps)
@@ -312,7 +311,7 @@ def turn_backward(
         )
 
 
-def _by_rows(x: Tensor) -> Tensor:
+def _in_rows(x: Tensor) -> Tensor:
     """x [T, ...], or a copy in which what belongs to a row is adjacent and in order, and which
     begins where kernels like it: the order of their sums follows from shapes and strides alone."""
     return aligned(x if x[:1].is_contiguous() else x.contiguous())

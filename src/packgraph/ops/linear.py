@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.ops import grouped_gemm as grouped
+from packgraph.ops.kernels import save_inputs
 
 Kind = TypeVar("Kind", bound=nn.Module)
 NATIVE = "bf16"  # in the dtype of the operands, whatever it is
@@ -200,7 +201,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _as_given(x: Tensor) -> torch.autocast:
+def as_given(x: Tensor) -> torch.autocast:
     """Context for products of the dtypes that go in: backwards may run under autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -210,7 +211,7 @@ def product(
     rows: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool, by: str = NATIVE
 ) -> Tensor:
     """`multiply` of the product called `by`. Differentiable in rows and matrices."""
-    with _as_given(rows):
+    with as_given(rows):
         return PRODUCTS[by].multiply(rows, matrices, offsets, transposed)
 
 
@@ -219,7 +220,7 @@ def rows_gradient(
     grad: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool, by: str = NATIVE
 ) -> Tensor:
     """`rows_gradient` of the product called `by`."""
-    with _as_given(grad):
+    with as_given(grad):
         return PRODUCTS[by].rows_gradient(grad, matrices, offsets, transposed)
 
 
@@ -228,7 +229,7 @@ def matrices_gradient(
     grad: Tensor, rows: Tensor, offsets: Tensor | None, transposed: bool, by: str = NATIVE
 ) -> Tensor:
     """`matrices_gradient` of the product called `by`."""
-    with _as_given(grad):
+    with as_given(grad):
         return PRODUCTS[by].matrices_gradient(grad, rows, offsets, transposed)
 
 
@@ -244,22 +245,22 @@ def add_matrices_gradient(
     """`add_matrices_gradient` of the product called `by`. The operation's name is an agreement:
     graphs/compiled/products.py puts `add_name` for `name` where a weight's `.grad` may be added
     to."""
-    with _as_given(grad):
+    with as_given(grad):
         PRODUCTS[by].add_matrices_gradient(total, grad, rows, offsets, transposed)
 
 
-@product.register_fake
-def _product_shape(
-    rows: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool, by: str = NATIVE
-) -> Tensor:
-    return rows.new_empty(rows.shape[0], matrices.shape[-2 if transposed else -1])
+product.register_fake(
+    lambda rows, matrices, offsets, transposed, *_: rows.new_empty(
+        rows.shape[0], matrices.shape[-2 if transposed else -1]
+    )
+)
 
 
-@rows_gradient.register_fake
-def _rows_shape(
-    grad: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool, by: str = NATIVE
-) -> Tensor:
-    return grad.new_empty(grad.shape[0], matrices.shape[-1 if transposed else -2])
+rows_gradient.register_fake(
+    lambda grad, matrices, offsets, transposed, *_: grad.new_empty(
+        grad.shape[0], matrices.shape[-1 if transposed else -2]
+    )
+)
 
 
 @matrices_gradient.register_fake
@@ -270,30 +271,13 @@ def _matrices_shape(
     return rows.new_empty(shape if offsets is None else (offsets.shape[0], *shape))
 
 
-@add_matrices_gradient.register_fake
-def _adding_shape(
-    total: Tensor,
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    transposed: bool,
-    by: str = NATIVE,
-) -> None:
-    return None
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.transposed, ctx.by = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, matrices, offsets = ctx.saved_tensors
     needs_rows, needs_matrices, *_ = ctx.needs_input_grad
-    how = offsets, ctx.transposed, ctx.by
+    how = offsets, *ctx.constants
     of_rows = rows_gradient(grad, matrices, *how) if needs_rows else None
     of_matrices = matrices_gradient(grad, rows, *how) if needs_matrices else None
     return of_rows, of_matrices, None, None, None
 
 
-product.register_autograd(_differentiate, setup_context=_save)
+product.register_autograd(_differentiate, setup_context=save_inputs)

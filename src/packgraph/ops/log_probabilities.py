@@ -67,8 +67,7 @@ def logprobs(
             "not take: pass a DecoderModel, packed(model), or packgraph.graph of one"
         )
     if not entropy:
-        found: Tensor = model(batch, output="log_probabilities")
-        return found
+        return model(batch, output="log_probabilities")
     one, other = model(batch, output="log_probabilities_and_entropies").unbind()
     return one, other
 
@@ -111,8 +110,7 @@ def linear_log_probabilities(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     kind = _WithEntropies if entropy else _LogProbabilities
-    found: Tensor = kind.apply(hidden, weight, labels, rows, scale, softcap)
-    return found
+    return kind.apply(hidden, weight, labels, rows, scale, softcap)
 
 
 def log_probability_rows(words: int, entropy: bool) -> int:

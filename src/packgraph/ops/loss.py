@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import HAS_TRITON, has_kernel, tl, triton
 
 IGNORED = -100
 CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
@@ -377,12 +377,10 @@ def add_scaled_gradient(total: Tensor, gradient: Tensor, factor: Tensor, weight:
     """total += `scaled_gradient(gradient, factor, weight)`: the same bits where total has their
     dtype. Where it is float32, the product is not rounded to a narrower one."""
     whole = total.is_contiguous() and gradient.is_contiguous()
-    if HAS_TRITON and whole and total.is_cuda and gradient.dtype in ADDED_DTYPES:
+    if has_kernel(total) and whole and gradient.dtype in ADDED_DTYPES:
         add_scaled(total, gradient, factor)
     else:
         total.add_(_scaled(gradient.to(total.dtype), factor))
 
 
-@scaled_gradient.register_fake
-def _scaled_shape(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(gradient)
+scaled_gradient.register_fake(lambda gradient, *_: torch.empty_like(gradient))

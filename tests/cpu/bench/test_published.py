@@ -20,7 +20,7 @@ from published import (
 from published_settings import LLAMA3_8B, Setting
 from table import tables
 
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.kernels import HAS_TRITON
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.validate import validate
 

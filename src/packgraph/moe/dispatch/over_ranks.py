@@ -116,8 +116,7 @@ def exchange(
     """
     if group is None:
         return tuple(tensors)
-    made: tuple[Tensor, ...] = _Exchange.apply(group, send, receive, *tensors)
-    return made
+    return _Exchange.apply(group, send, receive, *tensors)
 
 
 class _Exchange(torch.autograd.Function):

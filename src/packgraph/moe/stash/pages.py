@@ -52,7 +52,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import HAS_TRITON, by_rows, tl, triton
 
 # What a reset leaves alone comes first: the overflow flag, high-water marks (pages in demand, pages
 # in host memory).
@@ -410,7 +410,7 @@ def put_rows(
     buffer: Tensor, host: Tensor | None, source: Tensor, record: Tensor, page_rows: int
 ) -> None:
     """See `naive_put`."""
-    source = source if source.stride(1) == 1 else source.contiguous()
+    source = by_rows(source)
     width = source.shape[1]
     _put[(_programs(record.device),)](
         buffer,
@@ -486,18 +486,11 @@ def keep(
     return record
 
 
-@keep.register_fake
-def _keep_shape(
-    state: Tensor,
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    offsets: Tensor,
-    page_rows: int,
-    pages: int,
-    host_pages: int,
-) -> Tensor:
-    return state.new_empty(record_size(sources[0].shape[0], page_rows))
+keep.register_fake(
+    lambda state, buffers, hosts, sources, offsets, page_rows, *_: state.new_empty(
+        record_size(sources[0].shape[0], page_rows)
+    )
+)
 
 
 @torch.library.custom_op("packgraph::stash_take", mutates_args=())
@@ -532,20 +525,12 @@ def take(
     return [*taken, _token(record)]
 
 
-@take.register_fake
-def _take_shapes(
-    state: Tensor,
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    record: Tensor,
-    after: Tensor,
-    rows: int,
-    page_rows: int,
-    pages: int,
-    host_pages: int,
-    release: bool,
-) -> list[Tensor]:
-    return [*(buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers), _token(record)]
+take.register_fake(
+    lambda state, buffers, hosts, record, after, rows, *_: [
+        *(buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers),
+        _token(record),
+    ]
+)
 
 
 def _put_all(

@@ -254,22 +254,12 @@ def _first(
     return h, keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
 
 
-@_first.register_fake
-def _first_shapes(
-    values: Tensor,
-    first: Tensor,
-    offsets: Tensor,
-    by: str,
-    state: Tensor,
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    page_rows: int,
-    pages: int,
-    host_pages: int,
-) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape[0], first.shape[1]), state.new_empty(
-        record_size(values.shape[0], page_rows)
+_first.register_fake(
+    lambda values, first, offsets, by, state, buffers, hosts, page_rows, *_: (
+        values.new_empty(values.shape[0], first.shape[1]),
+        state.new_empty(record_size(values.shape[0], page_rows)),
     )
+)
 
 
 def _save_first(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -316,24 +306,7 @@ def _second(
     return product(activation(h, weights, offsets, gated), down, offsets, True, by)
 
 
-@_second.register_fake
-def _second_shape(
-    h: Tensor,
-    weights: Tensor,
-    down: Tensor,
-    offsets: Tensor,
-    gated: bool,
-    by: str,
-    is_last: bool,
-    record: Tensor,
-    state: Tensor,
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    page_rows: int,
-    pages: int,
-    host_pages: int,
-) -> Tensor:
-    return h.new_empty(h.shape[0], down.shape[1])
+_second.register_fake(lambda h, weights, down, *_: h.new_empty(h.shape[0], down.shape[1]))
 
 
 def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

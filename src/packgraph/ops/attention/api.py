@@ -356,8 +356,7 @@ def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
     """Gathers the parts of all ranks: x [...] -> [size, ...], rank r's at [r]. Collective.
     Differentiable: every rank gets the sum of what the ranks say of its part, added up in their
     order (in float32 where x is narrower)."""
-    made: Tensor = _gather(x, context.name, context.size)
-    return made
+    return _gather(x, context.name, context.size)
 
 
 class _Reorder(torch.autograd.Function):
@@ -397,9 +396,7 @@ def _gather(x: Tensor, group: str, size: int) -> Tensor:
     return out
 
 
-@_gather.register_fake
-def _gathered_shape(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty(size, *x.shape)
+_gather.register_fake(lambda x, group, size: x.new_empty(size, *x.shape))
 
 
 def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import HAS_TRITON, tl, triton
 
 ROWS, COLUMNS = 16, 256  # of a program: rows that it looks at, elements that it writes at once
 

@@ -115,8 +115,7 @@ def total(x: Tensor, context: ContextGroup | None) -> Tensor:
     differentiable."""
     if context is None:
         return x
-    made: Tensor = _total(x.detach(), context.name)
-    return made
+    return _total(x.detach(), context.name)
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -131,9 +130,7 @@ def _swap(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_swap.register_fake
-def _swap_shapes(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+_swap.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -154,6 +151,4 @@ def _total(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_total.register_fake
-def _total_shapes(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+_total.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))

@@ -363,26 +363,9 @@ def _backward(
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _backward_shapes(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_keys: Tensor,
-    padding: Tensor,
-    key_tail: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    deterministic: bool,
-    clears: bool,
-    left: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+_backward.register_fake(
+    lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -197,24 +197,12 @@ def _forward(
     return out, lse
 
 
-@_forward.register_fake
-def _forward_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    cu_keys: Tensor,
-    padding: Tensor,
-    key_tail: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    left: int,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty(
-        q.shape[1], q.shape[0], dtype=torch.float32, device=q.device
+_forward.register_fake(
+    lambda q, *_: (
+        torch.empty_like(q),
+        torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device),
     )
+)
 
 
 @torch.library.custom_op("packgraph::varlen_attention_backward", mutates_args=())
@@ -242,24 +230,9 @@ def _backward(
     return found
 
 
-@_backward.register_fake
-def _backward_shapes(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    cu_keys: Tensor,
-    padding: Tensor,
-    key_tail: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    left: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+_backward.register_fake(
+    lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON, tl, triton
+from packgraph.ops.kernels import has_kernel, tl, triton
 
 CODES = torch.float8_e4m3fn
 BIAS, MANTISSA_BITS = 127, 23  # of float32
@@ -232,20 +232,12 @@ def _row_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=CODES), inverse
 
 
-@cast_columns.register_fake
-def _column_shapes(
-    x: Tensor, taken: Tensor | None = None, multiple: int = 1
-) -> tuple[Tensor, Tensor]:
-    return _empty_columns(x, multiple)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+cast_columns.register_fake(lambda x, taken=None, multiple=1: _empty_columns(x, multiple))
 
 
 def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the same as `naive_rows_to_float8`, bit by bit."""
-    if torch.compiler.is_compiling() or not _has_kernel(x):
+    if torch.compiler.is_compiling() or not has_kernel(x):
         return naive_rows_to_float8(x)
     return cast_rows(x.contiguous())
 
@@ -254,7 +246,7 @@ def columns_to_float8(
     x: Tensor, taken: Tensor | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Returns the same as `naive_columns_to_float8`, bit by bit."""
-    if not _has_kernel(x):
+    if not has_kernel(x):
         return naive_columns_to_float8(x, taken, multiple)
     return cast_columns(x.contiguous(), taken, multiple)
 

@@ -161,8 +161,7 @@ class RankSplit:
             x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         else:
             return x
-        operand: Tensor = x.to_local(grad_placements=[Partial()])
-        return operand
+        return x.to_local(grad_placements=[Partial()])
 
     def result(self, made: Tensor, bias: Tensor | None) -> Tensor:
         """Layer's output, a plain tensor. made: this rank's product; bias: the layer's."""
@@ -184,8 +183,7 @@ def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, differentiably; a plain tensor itself."""
     if not isinstance(parameter, DTensor):
         return parameter
-    part: Tensor = parameter.to_local()
-    return part
+    return parameter.to_local()
 
 
 @torch.library.custom_op("packgraph::float8_product", mutates_args=())
@@ -233,21 +231,21 @@ def add_float8_weight_gradient(
     total.add_(_multiply(grad, grad_inverse, codes, inverse, None, dtype))
 
 
-@float8_product.register_fake
-def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
-    return weight.new_empty(codes.shape[0], weight.shape[0])
+float8_product.register_fake(
+    lambda codes, inverse, weight, *_: weight.new_empty(codes.shape[0], weight.shape[0])
+)
 
 
-@float8_rows_gradient.register_fake
-def _rows_shape(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
-    return weight.new_empty(codes.shape[0], weight.shape[1])
+float8_rows_gradient.register_fake(
+    lambda codes, inverse, weight, *_: weight.new_empty(codes.shape[0], weight.shape[1])
+)
 
 
-@float8_weight_gradient.register_fake
-def _weight_shape(
-    grad: Tensor, grad_inverse: Tensor, codes: Tensor, inverse: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return grad.new_empty(grad.shape[0], codes.shape[0], dtype=dtype)
+float8_weight_gradient.register_fake(
+    lambda grad, grad_inverse, codes, inverse, dtype: grad.new_empty(
+        grad.shape[0], codes.shape[0], dtype=dtype
+    )
+)
 
 
 def _multiply(

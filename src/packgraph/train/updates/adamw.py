@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.ops.triton_found import HAS_TRITON
+from packgraph.ops.kernels import HAS_TRITON
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.rule import Updated, UpdateRule, slices_of, write_parameters
