@@ -44,7 +44,7 @@ from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.dispatch.over_ranks import HostSplitsDispatcher
 from packgraph.moe.permute import RowPlan, plan_rows
-from packgraph.moe.stash.plan import pages_for, stash_memory
+from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash, columns_of
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -151,16 +151,15 @@ def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float
     if way.startswith("transformers"):
         return {"expert_bytes": None, "expert_ratio": None}
     blocks = moe_blocks([model])
-    columns = {
-        (str(dtype).removeprefix("torch."), width): count
-        for (dtype, width), count in columns_of(blocks[0].experts).items()
-    }
-    found = stash_memory(
-        columns, capacity.tokens, model.config.experts.per_token, len(blocks), 1, room, factor=1.0
-    )
-    exact = way == "host-splits"
-    nbytes = found.total if way.endswith("+stash") else found.balanced if exact else found.worst
-    return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / found.balanced, 4)}
+    layers, per_token = len(blocks), model.config.experts.per_token
+    columns = columns_of(blocks[0].experts)
+    row = sum(dtype.itemsize * width * count for (dtype, width), count in columns.items())
+    rows = capacity.tokens * per_token
+    balanced, layer = layers * rows * row, math.ceil(rows * room) * row
+    nbytes = balanced if way == "host-splits" else layers * layer
+    if way.endswith("+stash"):  # its pages, and the layer that runs
+        nbytes = pages_for(capacity.tokens, per_token, layers, 1, 1.0) * 64 * row + layer
+    return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / balanced, 4)}
 
 
 class ExpertComparison(StepFigures):

@@ -18,6 +18,7 @@ from packgraph.moe.dispatch.over_ranks import (
     PaddedDispatcher,
     SymmetricDispatcher,
     make_dispatcher,
+    with_factor,
 )
 from packgraph.moe.peer_read import SymmetricBuffers, plan_peer_read, symmetric_problem
 from packgraph.moe.permute import before, count_rows, place_segments, plan_rows
@@ -147,7 +148,7 @@ def overflows(mesh):
         found.append(run_layer(layer, x, experts, weights))
         most = torch.stack([dispatcher.demand(plan)])
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        dispatcher = dispatcher.with_factor(max(dispatcher.factor, int(most) / 1000))
+        (dispatcher,) = with_factor([dispatcher], int(most) / 1000)
     return verdicts, found, dispatcher.factor
 
 
@@ -184,7 +185,7 @@ def shared_overflow(mesh):
             (int(dispatcher.overflow(plan)), int(plan.needed), int(dispatcher.demand(plan)))
         )
         found.append(run_layer(layer, x, experts, weights))
-        dispatcher = dispatcher.with_room(2.0, dispatcher.buffers.grown(2.0))
+        (dispatcher,) = with_factor([dispatcher], 2.0)
     return verdicts, found
 
 

@@ -248,7 +248,7 @@ def test_documents_do_not_see_each_other_nor_padding():
 def gathered(mesh):
     context = context_of(mesh)
     x = (torch.arange(3.0) + 10 * mesh.rank).bfloat16().requires_grad_()
-    every = gather_parts(x, context)
+    every = gather_parts(x, context.name, context.size)
     every.backward((torch.ones(3, 3) * (mesh.rank + 1)).bfloat16())
     with pytest.raises(ValueError, match="must be of one dtype"):
         prefixes(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2).double(), None, context)

@@ -73,7 +73,7 @@ def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
             record, other = out.pop(order.randrange(len(out)))
             taken = take(pool.state, buffers, hosts, record, record, rows, *sizes, True)
             torch.cuda.synchronize()
-            for back, memories in zip(taken[:-1], twins, strict=True):
+            for back, memories in zip(taken, twins, strict=True):
                 assert torch.equal(back.cpu(), naive_take(twin.state, *memories, other, rows, PAGE))
             naive_release(twin.state, other, *sizes)
         assert torch.equal(pool.state[:-1].cpu(), twin.state[:-1])

@@ -45,8 +45,7 @@ backwards of the operations mean.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,39 +141,6 @@ def naive_from_experts(y: Sequence[Tensor], plan: PeerReadPlan) -> Tensor:
     return torch.stack(sums)
 
 
-class Buffers(Protocol):
-    """Room for one exchange at a time, shared by all layers whose rows have this width and dtype.
-
-    memory: uint8, this rank's. peers: int64 [ranks], where it is on each rank, as this device sees
-    it. rows: that it has room for. group: name of the process group, "" = this process alone; rank:
-    of this process in it.
-    """
-
-    @property
-    def memory(self) -> Tensor: ...
-
-    @property
-    def peers(self) -> Tensor: ...
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def group(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def grown(self, factor: float) -> "Buffers":
-        """Others, with room for `factor` times a balanced load. Collective."""
-
-
 def rows_for(pairs: int, factor: float, ranks: int) -> int:
     """R, the rows of a rank's experts where every rank routes T * k = `pairs` pairs: `factor` times
     the balanced load, and no more than can come."""
@@ -212,57 +178,61 @@ def symmetric_problem(device: torch.device, ranks: int) -> str | None:
     return problem
 
 
-@dataclass(frozen=True, eq=False)
 class SymmetricBuffers:
-    """`Buffers` on GPUs of one host. There is one exchange at a time: all use one stream, in one
-    order on every rank.
+    """Room on GPUs of one host for one exchange at a time, shared by all layers whose rows have
+    this width and dtype: all use one stream, in one order on every rank.
 
-    members: the ranks. pairs: T * k of the largest bucket. factor: room over a balanced load of it.
+    Args:
+        members: The ranks.
+        pairs: T * k of the largest bucket.
+        factor: Room over a balanced load of it.
+        width: Numbers of a row.
+        dtype: Theirs.
+        device: Of this rank.
+
+    Attributes:
+        memory: uint8, this rank's.
+        peers: int64 [ranks], where it is on each rank, as this device sees it.
+        rows: That it has room for.
+        group: Name of the process group, "" = this process alone.
+        rank: Of this process in it.
+
+    Raises:
+        NoSymmetricMemory: Where it cannot be had.
+        RuntimeError: In a capture.
     """
 
-    members: dist.ProcessGroup
-    pairs: int
-    factor: float
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-    memory: Tensor = field(init=False)
-    peers: Tensor = field(init=False)
-    rows: int = field(init=False)
-    group: str = field(init=False)
-    rank: int = field(init=False)
-    symmetric: SymmetricMemory = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Collective over the ranks. Raises NoSymmetricMemory where it cannot be had, RuntimeError
-        in a capture."""
-        ranks = dist.get_world_size(self.members)
-        problem = symmetric_problem(self.device, ranks)
-        if problem is None and self.dtype not in FLOATS:
-            problem = f"rows travel in bfloat16, float16 or float32, not {self.dtype}"
-        if problem is None:
-            problem = hosts_problem(self.members)
+    def __init__(
+        self,
+        members: dist.ProcessGroup,
+        pairs: int,
+        factor: float,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        ranks = dist.get_world_size(members)
+        problem = symmetric_problem(device, ranks)
+        if problem is None and dtype not in FLOATS:
+            problem = f"rows travel in bfloat16, float16 or float32, not {dtype}"
+        problem = hosts_problem(members) if problem is None else problem
         if problem is not None:
             raise NoSymmetricMemory(f"{problem}; use dispatcher = padded")
-        rows = rows_for(self.pairs, self.factor, ranks)
-        size = bytes_for(rows, self.width, self.dtype)
+        self.members, self.pairs, self.factor = members, pairs, factor
+        self.width, self.dtype, self.device = width, dtype, device
+        self.rows = rows_for(pairs, factor, ranks)
         try:
-            made = SymmetricMemory(size, self.members, self.device)
+            self.symmetric = SymmetricMemory(bytes_for(self.rows, width, dtype), members, device)
         except NoSymmetricMemory as error:
             raise NoSymmetricMemory(f"{error}; use dispatcher = padded") from error
-        made.barrier()  # builds what the first one builds
-        for name, value in (
-            ("symmetric", made),
-            ("memory", made.memory),
-            ("peers", torch.tensor(made.addresses, dtype=torch.int64, device=self.device)),
-            ("rows", rows),
-            ("group", str(self.members.group_name)),
-            ("rank", dist.get_rank(self.members)),
-        ):
-            object.__setattr__(self, name, value)
+        self.symmetric.barrier()  # builds what the first one builds
+        self.memory = self.symmetric.memory
+        self.peers = torch.tensor(self.symmetric.addresses, dtype=torch.int64, device=device)
+        self.group, self.rank = str(members.group_name), dist.get_rank(members)
 
     def grown(self, factor: float) -> "SymmetricBuffers":
-        """See `Buffers`. Graphs that use the old ones must be captured anew."""
+        """Others, with room for `factor` times a balanced load. Collective. Graphs that use the old
+        ones must be captured anew."""
         return SymmetricBuffers(
             self.members, self.pairs, factor, self.width, self.dtype, self.device
         )
@@ -611,7 +581,7 @@ def _plan_shapes(
 
 
 def to_experts(
-    x: Tensor, weights: Tensor, plan: PeerReadPlan, rows: int, buffers: Buffers
+    x: Tensor, weights: Tensor, plan: PeerReadPlan, rows: int, buffers: SymmetricBuffers
 ) -> tuple[Tensor, Tensor]:
     """Rows of this rank's experts: [R, H] and float32 [R], both zero from offsets[-1] on.
     Differentiable. Collective.
@@ -633,7 +603,7 @@ def to_experts(
     return values, of_rows
 
 
-def from_experts(y: Tensor, plan: PeerReadPlan, buffers: Buffers) -> Tensor:
+def from_experts(y: Tensor, plan: PeerReadPlan, buffers: SymmetricBuffers) -> Tensor:
     """The sum of each token's rows, in the order of its places, in float32: [T, H]. Differentiable.
     Collective.
 
@@ -654,7 +624,7 @@ def from_experts(y: Tensor, plan: PeerReadPlan, buffers: Buffers) -> Tensor:
     return sums
 
 
-def _check(x: Tensor, rows: int, buffers: Buffers) -> None:
+def _check(x: Tensor, rows: int, buffers: SymmetricBuffers) -> None:
     if x.dtype != buffers.dtype or x.shape[1] != buffers.width:
         raise ValueError(
             f"rows {x.dtype} of width {x.shape[1]} do not go through symmetric buffers for "
@@ -751,17 +721,15 @@ _from_experts.register_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.rest = inputs[7:]
     ctx.save_for_backward(*inputs[2:7])
-    ctx.constants = inputs[7:]
 
 
-def _differentiate_to(ctx: Any, grad: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-    return *_from_experts(grad, of_weights, *ctx.saved_tensors, *ctx.constants), *[None] * 9
-
-
-def _differentiate_from(ctx: Any, grad: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-    return *_to_experts(grad, of_weights, *ctx.saved_tensors, *ctx.constants), *[None] * 9
-
-
-_to_experts.register_autograd(_differentiate_to, setup_context=_save)
-_from_experts.register_autograd(_differentiate_from, setup_context=_save)
+_to_experts.register_autograd(
+    lambda ctx, *grads: (*_from_experts(*grads, *ctx.saved_tensors, *ctx.rest), *[None] * 9),
+    setup_context=_save,
+)
+_from_experts.register_autograd(
+    lambda ctx, *grads: (*_to_experts(*grads, *ctx.saved_tensors, *ctx.rest), *[None] * 9),
+    setup_context=_save,
+)

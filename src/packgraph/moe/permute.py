@@ -467,22 +467,16 @@ def _save_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return _combined(grad, *ctx.saved_tensors), None, None
-
-
-def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return _gathered(grad, *ctx.saved_tensors), None, None
-
-
-def _differentiate_pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    index, inverse = ctx.saved_tensors
-    return _picked(grad, inverse, index), None, None
-
-
-_gathered.register_autograd(_differentiate_gather, setup_context=_save_maps)
-_combined.register_autograd(_differentiate_combine, setup_context=_save_maps)
-_picked.register_autograd(_differentiate_pick, setup_context=_save_maps)
+_gathered.register_autograd(
+    lambda ctx, grad: (_combined(grad, *ctx.saved_tensors), None, None), setup_context=_save_maps
+)
+_combined.register_autograd(
+    lambda ctx, grad: (_gathered(grad, *ctx.saved_tensors), None, None), setup_context=_save_maps
+)
+_picked.register_autograd(
+    lambda ctx, grad: (_picked(grad, *reversed(ctx.saved_tensors)), None, None),
+    setup_context=_save_maps,
+)
 
 
 def place_segments(counts: Tensor, starts: Tensor, places: int, rows: int) -> RowPlan:

@@ -109,8 +109,7 @@ def linear_log_probabilities(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    kind = _WithEntropies if entropy else _LogProbabilities
-    return kind.apply(hidden, weight, labels, rows, scale, softcap)
+    return _LogProbabilities.apply(hidden, weight, labels, rows, scale, softcap, entropy)
 
 
 def log_probability_rows(words: int, entropy: bool) -> int:
@@ -147,65 +146,38 @@ class _LogProbabilities(torch.autograd.Function):
         rows: int,
         scale: float,
         softcap: float,
+        entropy: bool,
     ) -> Tensor:
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        shape = (2, *labels.shape) if entropy else labels.shape
+        found = torch.empty(shape, dtype=torch.float32, device=labels.device)
         for start in range(0, labels.shape[0], rows):
             part = slice(start, start + rows)
-            products, _ = _products(hidden[part], weight, labels[part])
-            gradient_of_products(products, labels[part], losses[part], scale, softcap, wanted=False)
+            words, (products, _) = labels[part], _products(hidden[part], weight, labels[part])
+            if entropy:
+                found[:, part] = naive_log_probabilities(products, words, scale, softcap, True)
+            else:
+                gradient_of_products(products, words, found[part], scale, softcap, wanted=False)
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.rows, ctx.scale, ctx.softcap = rows, scale, softcap
-        return -losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        labels = ctx.saved_tensors[2]
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-
-        def found(products: Tensor, part: slice) -> Tensor:
-            made = gradient_of_products(
-                products, labels[part], losses[part], ctx.scale, ctx.softcap, wanted=True
-            )
-            assert made is not None
-            return made * (-grad[part, None]).masked_fill(labels[part, None] == IGNORED, 0.0)
-
-        return _gradients(ctx, found)
-
-
-class _WithEntropies(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        rows: int,
-        scale: float,
-        softcap: float,
-    ) -> Tensor:
-        found = torch.empty((2, *labels.shape), dtype=torch.float32, device=labels.device)
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
-            products, _ = _products(hidden[part], weight, labels[part])
-            found[:, part] = naive_log_probabilities(
-                products, labels[part], scale, softcap, entropy=True
-            )
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.rows, ctx.scale, ctx.softcap = rows, scale, softcap
-        return found
+        ctx.rows, ctx.how, ctx.entropy = rows, (scale, softcap), entropy
+        return found if entropy else -found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         labels = ctx.saved_tensors[2]
 
-        def found(products: Tensor, part: slice) -> Tensor:
+        def gradient(products: Tensor, part: slice) -> Tensor:
             # A row that does not count has no gradient, whatever comes in.
-            given = grad[:, part].masked_fill(labels[part] == IGNORED, 0.0)
-            return _gradient_with_entropies(products, labels[part], given, ctx.scale, ctx.softcap)
+            words, ignored = labels[part], labels[part] == IGNORED
+            if ctx.entropy:
+                given = grad[:, part].masked_fill(ignored, 0.0)
+                return _gradient_with_entropies(products, words, given, *ctx.how)
+            losses = torch.empty(words.shape, dtype=torch.float32, device=words.device)
+            made = gradient_of_products(products, words, losses, *ctx.how, wanted=True)
+            assert made is not None
+            return made * (-grad[part, None]).masked_fill(ignored[:, None], 0.0)
 
-        return _gradients(ctx, found)
+        return *gradients_by_chunk(ctx, *ctx.saved_tensors, found=gradient), *[None] * 5
 
 
 def _gradient_with_entropies(
@@ -269,9 +241,3 @@ def gradients_by_chunk(
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight.dtype)
     return grad_hidden, grad_weight
-
-
-def _gradients(ctx: Any, found: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients of all inputs of an operation here. found: gives those of a chunk's products."""
-    hidden, weight, labels = ctx.saved_tensors
-    return *gradients_by_chunk(ctx, hidden, weight, labels, found), *[None] * 4

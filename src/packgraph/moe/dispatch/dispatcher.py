@@ -16,8 +16,11 @@ Experts of a layer are shared in equal parts in order (`ExpertAssignment`): expe
 e // (E / ranks).
 """  # noqa: E501
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,59 +89,53 @@ class ExpertRows(NamedTuple):
     offsets: Tensor
 
 
-class Dispatcher(Protocol):
-    """One layer's way of moving tokens. num_experts: of the layer over all ranks; first, count:
-    those of this rank.
+class Dispatcher(ABC):
+    """One layer's way of moving tokens. group: the ranks that share its experts, in order; None =
+    this process.
 
-    why_not: by stage name, why a stage cannot be captured: the host waits in it; empty where every
-    shape follows from T alone. overflow: rows that were lacking, int64 []. demand: the factor that
-    would have sufficed, in thousandths, 0 where nothing was lacking; None where nothing ever is.
+    num_experts: of the layer over all ranks; first, count: those of this rank. why_not: by stage
+    name, why a stage cannot be captured: the host waits in it; empty where every shape follows from
+    T alone.
     """
 
-    num_experts: int
-    first: int
-    count: int
+    why_not: Mapping[str, str] = MappingProxyType({})
 
-    @property
-    def why_not(self) -> dict[str, str]: ...
+    def __init__(self, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
+        """Raises ValueError when the ranks cannot share the experts equally."""
+        self._sharing, self._group = ExpertAssignment.over(num_experts, group), group
+        self.num_experts, self.first = num_experts, self._sharing.first
+        self.count = self._sharing.count
 
-    def preprocess(self, routing: Routing) -> Any: ...
+    @abstractmethod
+    def preprocess(self, routing: Routing) -> Any:
+        """Returns the plan."""
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: Any) -> ExpertRows: ...
+    @abstractmethod
+    def dispatch(self, x: Tensor, routing: Routing, plan: Any) -> ExpertRows:
+        """Returns the rows of this rank's experts. x: [T, H]."""
 
-    def combine(self, rows: Tensor, plan: Any) -> Tensor: ...
+    @abstractmethod
+    def combine(self, rows: Tensor, plan: Any) -> Tensor:
+        """Returns [T, H]. rows: [R, H] of the experts, weights applied."""
 
-    def overflow(self, plan: Any) -> Tensor: ...
+    def overflow(self, plan: Any) -> Tensor:
+        """Number of rows that were needed and not there: int64 []."""
+        return torch.zeros_like(plan.needed)
 
-    def demand(self, plan: Any) -> Tensor | None: ...
+    def demand(self, plan: Any) -> Tensor | None:
+        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
+        0: int64 []. None where nothing can be lacking."""
+        return None
 
 
-class LocalDispatcher:
-    """All experts are on this rank: T * k rows always suffice."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts, self.first, self.count = num_experts, 0, num_experts
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """Nothing stands against capturing any stage."""
-        return {}
+class LocalDispatcher(Dispatcher):
+    """All experts are on this rank: T * k rows always suffice; no host sync."""
 
     def preprocess(self, routing: Routing) -> RowPlan:
-        """The plan of rows; no host sync."""
         return plan_rows(routing.experts, self.num_experts, routing.experts.numel())
 
     def dispatch(self, x: Tensor, routing: Routing, plan: RowPlan) -> ExpertRows:
-        """x: [T, H]."""
         return ExpertRows(gather_rows(x, plan), gather_pairs(routing.weights, plan), plan.offsets)
 
     def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
-        """rows: [R, H] of the experts, weights applied. Returns [T, H]."""
         return combine_rows(rows, plan)
-
-    def overflow(self, plan: RowPlan) -> Tensor:
-        """Rows that were needed and not there: int64 [], always 0 here."""
-        return torch.zeros_like(plan.needed)
-
-    def demand(self, plan: RowPlan) -> None:
-        """Nothing can be lacking."""

@@ -52,6 +52,7 @@ memory, which the next exchange overwrites (`moe/peer_read.py`).
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -63,14 +64,13 @@ from torch.autograd.function import once_differentiable
 from packgraph.graphs import fallback
 from packgraph.moe.dispatch.dispatcher import (
     Dispatcher,
-    ExpertAssignment,
     ExpertRows,
     LocalDispatcher,
     Routing,
 )
 from packgraph.moe.peer_read import (
-    Buffers,
     PeerReadPlan,
+    SymmetricBuffers,
     from_experts,
     plan_peer_read,
     rows_for,
@@ -161,25 +161,13 @@ class HostSplitsPlan(NamedTuple):
     receive: tuple[int, ...]
 
 
-class HostSplitsDispatcher:
-    """An all-to-all of what is routed. group: the ranks that share the experts, in order; None =
-    this process."""
+class HostSplitsDispatcher(Dispatcher):
+    """An all-to-all of what is routed."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup | None) -> None:
-        """Raises ValueError when the ranks cannot share the experts equally."""
-        self._sharing, self._group = ExpertAssignment.over(num_experts, group), group
-        self.num_experts, self.first, self.count = (
-            num_experts,
-            self._sharing.first,
-            self._sharing.count,
-        )
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """Reasons why each stage from moe_preprocess on cannot be captured."""
-        return {"moe_preprocess": SYNCS} | dict.fromkeys(
-            ("moe_dispatch", "moe_experts", "moe_combine"), SHAPES
-        )
+    why_not = MappingProxyType(
+        {"moe_preprocess": SYNCS}
+        | dict.fromkeys(("moe_dispatch", "moe_experts", "moe_combine"), SHAPES)
+    )
 
     def preprocess(self, routing: Routing) -> HostSplitsPlan:
         """Exchange and read the counts. The host waits for the device."""
@@ -212,11 +200,7 @@ class HostSplitsDispatcher:
         return combine_rows(back, plan.departures)
 
     def overflow(self, plan: HostSplitsPlan) -> Tensor:
-        """Rows that were needed and not there: int64 [], always 0 here."""
         return torch.zeros_like(plan.departures.needed)
-
-    def demand(self, plan: HostSplitsPlan) -> None:
-        """Nothing can be lacking."""
 
     def _exchange(
         self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]
@@ -226,6 +210,25 @@ class HostSplitsDispatcher:
         given = [tensor if sum(send) else tensor[:0] for tensor in tensors]
         taken = exchange(given, self._group, send, receive)
         return [tensor if sum(receive) else F.pad(tensor, (0, 0, 0, 1)) for tensor in taken]
+
+
+class _Budgeted(Dispatcher):
+    """A dispatcher whose room is `factor` times what a balanced load needs. `most_factor` always
+    suffices: one rank gets everything.
+
+    For more room put another dispatcher in its place (`with_factor`): graphs notice that, and are
+    captured anew with the new shapes.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:
+        """Raises ValueError when the ranks cannot share the experts equally, or for a factor below
+        1."""
+        if not (math.isfinite(factor) and factor >= 1):
+            raise ValueError(
+                f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
+            )
+        super().__init__(num_experts, group)
+        self.factor, self.most_factor = factor, float(self._sharing.ranks)
 
 
 class PaddedPlan(NamedTuple):
@@ -241,50 +244,13 @@ class PaddedPlan(NamedTuple):
     needed: Tensor
 
 
-class PaddedDispatcher:
-    """An all-to-all of C places per pair of ranks. group: the ranks that share the experts; None =
-    this process.
-
-    factor: C over the balanced load T * k / ranks; `ranks` always suffices. For more room put
-        another dispatcher in its
-    place (`with_factor`): graphs notice that, and are captured anew with the new shapes.
-    """
-
-    def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:
-        """Raises ValueError when the ranks cannot share the experts equally, or for a factor below
-        1."""
-        if not (math.isfinite(factor) and factor >= 1):
-            raise ValueError(
-                f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
-            )
-        self._sharing, self._group, self.factor = (
-            ExpertAssignment.over(num_experts, group),
-            group,
-            factor,
-        )
-        self.num_experts, self.first, self.count = (
-            num_experts,
-            self._sharing.first,
-            self._sharing.count,
-        )
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """Nothing stands against capturing any stage."""
-        return {}
+class PaddedDispatcher(_Budgeted):
+    """An all-to-all of C places per pair of ranks. factor: C over the balanced load T * k /
+    ranks."""
 
     def room(self, pairs: int) -> int:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
         return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
-
-    @property
-    def most_factor(self) -> float:
-        """The factor that always suffices: one rank gets everything."""
-        return float(self._sharing.ranks)
-
-    def with_factor(self, factor: float) -> "PaddedDispatcher":
-        """The same with another factor. All ranks of the group must take the same."""
-        return PaddedDispatcher(self.num_experts, self._group, factor)
 
     def preprocess(self, routing: Routing) -> PaddedPlan:
         """The plan of both buffers; exchanges the ends of experts. No host sync."""
@@ -314,15 +280,12 @@ class PaddedDispatcher:
         return combine_rows(back, plan.departures)
 
     def overflow(self, plan: PaddedPlan) -> Tensor:
-        """Number of rows beyond C that this rank has for some rank: int64 [], 0 = every routed pair
-        has its row."""
+        """Number of rows beyond C that this rank has for some rank: int64 []."""
         return (plan.needed - plan.departures.pair_of_row.numel() // self._sharing.ranks).clamp(
             min=0
         )
 
     def demand(self, plan: PaddedPlan) -> Tensor:
-        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
-        0: int64 []."""
         pairs = plan.departures.row_of_pair.numel()
         wanted = (plan.needed * (1000 * self._sharing.ranks) + pairs - 1) // pairs
         return torch.where(self.overflow(plan) > 0, wanted, 0)
@@ -361,55 +324,26 @@ def _rounded(rows: int) -> int:
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
-class SymmetricDispatcher:
-    """An exchange whose sizes stay on the device. group: the ranks that share the experts, in
-    order.
+class SymmetricDispatcher(_Budgeted):
+    """An exchange whose sizes stay on the device.
 
-    factor: R over the balanced load T * k; `ranks` always suffices. For more room put another
-    dispatcher in its place (`with_room`): graphs notice that, and are captured anew with the new
-    shapes. buffers: shared by the layers. All ranks must work on the same number of tokens (one
-    bucket) at a time.
+    factor: R over the balanced load T * k. buffers: shared by the layers, with room for it. All
+    ranks must work on the same number of tokens (one bucket) at a time.
     """
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup | None, factor: float, buffers: Buffers
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup | None,
+        factor: float,
+        buffers: SymmetricBuffers,
     ) -> None:
-        """Raises ValueError when the ranks cannot share the experts equally, or for a factor below
-        1."""
-        if not (math.isfinite(factor) and factor >= 1):
-            raise ValueError(
-                f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
-            )
-        self._sharing, self._group, self.factor = (
-            ExpertAssignment.over(num_experts, group),
-            group,
-            factor,
-        )
-        self.num_experts, self.first, self.count = (
-            num_experts,
-            self._sharing.first,
-            self._sharing.count,
-        )
+        super().__init__(num_experts, group, factor)
         self.buffers = buffers
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """Nothing stands against capturing any stage."""
-        return {}
 
     def room(self, pairs: int) -> int:
         """R, the rows of this rank's experts, for T * k = `pairs` routed pairs on every rank."""
         return rows_for(pairs, self.factor, self._sharing.ranks)
-
-    @property
-    def most_factor(self) -> float:
-        """The factor that always suffices: one rank gets everything."""
-        return float(self._sharing.ranks)
-
-    def with_room(self, factor: float, buffers: Buffers) -> "SymmetricDispatcher":
-        """The same with another factor and buffers that have room for it. All ranks of the group
-        must take the same."""
-        return SymmetricDispatcher(self.num_experts, self._group, factor, buffers)
 
     def preprocess(self, routing: Routing) -> PeerReadPlan:
         """The row of every pair; exchanges the chosen experts. No host sync. Raises ValueError when
@@ -447,8 +381,6 @@ class SymmetricDispatcher:
         return (plan.needed - self.room(plan.place_of_pair.numel())).clamp(min=0)
 
     def demand(self, plan: PeerReadPlan) -> Tensor:
-        """Factor that would have sufficed where rows were lacking, in thousandths, rounded up; else
-        0: int64 []."""
         pairs = plan.place_of_pair.numel()
         return torch.where(self.overflow(plan) > 0, (plan.needed * 1000 + pairs - 1) // pairs, 0)
 
@@ -461,7 +393,7 @@ def make_dispatcher(
     num_experts: int,
     group: dist.ProcessGroup | None,
     factor: float,
-    buffers: Buffers | None = None,
+    buffers: SymmetricBuffers | None = None,
 ) -> Dispatcher:
     """A dispatcher for one layer. group: the ranks that share its experts, None = this process has
     all.
@@ -501,14 +433,16 @@ def with_factor(dispatchers: Sequence[Budgeted], factor: float) -> list[Budgeted
     goes on to share larger ones, made once.
     """
     made: list[Budgeted] = []
-    larger: dict[tuple[Buffers, float], Buffers] = {}
+    larger: dict[tuple[SymmetricBuffers, float], SymmetricBuffers] = {}
     for dispatcher in dispatchers:
         wanted = max(dispatcher.most_factor if math.isinf(factor) else factor, dispatcher.factor)
         if isinstance(dispatcher, PaddedDispatcher):
-            made.append(dispatcher.with_factor(wanted))
+            made.append(PaddedDispatcher(dispatcher.num_experts, dispatcher._group, wanted))
             continue
         key = dispatcher.buffers, wanted
         if key not in larger:
             larger[key] = dispatcher.buffers.grown(wanted)
-        made.append(dispatcher.with_room(wanted, larger[key]))
+        made.append(
+            SymmetricDispatcher(dispatcher.num_experts, dispatcher._group, wanted, larger[key])
+        )
     return made

@@ -16,27 +16,23 @@ until it is cleared. Required pages are counted whether they fit or not, so the 
 how many would have sufficed. Device pages go first, host pages (if there are any) take what is
 left, page by page. Resetting starts a new epoch: records of an earlier one are void.
 
-Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on
-the CPU and are the specification of the kernels. The order of work is that of
-one stream; every process that reserves, copies and releases must be on it.
+Here are the tensors and the functions in plain torch (static shapes, no host sync): they run on the
+CPU and are the specification of the kernels. The order of work is that of one stream; every process
+that reserves, copies and releases must be on it.
 
 Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull
 requests; written anew, with one table per layer, reservation apart from copying, exact demand,
 zeroed tails and spilling by pages.
 
-torch sees four operations, reserve, put, keep and take: kernels on CUDA, plain torch elsewhere.
-
-They change the pool (state and buffers), and their schemas do not say so. That is meant: a pool is
-memory like the allocator's, and nobody reads it but these operations. What orders them is data: a
-put reads the record that a reserve made, a take reads record and token. Reserves may run in any
-order, since any free page is as good as any other. Had the schemas declared the writes, a capture
-would copy gigabytes of pages to undo them, compiled code would copy pages out and in, and backwards
-would be refused because a later microbatch has used the pool. The consequence: what a capture or
-dry run does to a pool is not undone. It takes pages in its forward and gives them back in its
-backward; if it fails in between, they come back at the next reset.
-
-Each returns a tensor even where nothing is to be said (a token): an operation without results would
-be left out by compilers and recorders.
+`keep` reserves and puts, within the operation that makes the rows; `take` brings them back and
+releases. Both change the pool (state and buffers), and no schema says so. That is meant: a pool is
+memory like the allocator's, and nobody reads it but these functions. What orders them is data: a
+take reads the record that a keep made. Reserves may run in any order, since any free page is as
+good as any other. Had schemas declared the writes, a capture would copy gigabytes of pages to undo
+them, compiled code would copy pages out and in, and backwards would be refused because a later
+microbatch has used the pool. The consequence: what a capture or dry run does to a pool is not
+undone. It takes pages in its forward and gives them back in its backward; if it fails in between,
+they come back at the next reset.
 
 The kernels: reserve and release by one program, copies by as many as the device holds. Copies go
 tile by tile, 16 rows by up to 256 columns: a tile lies in one page, so the page table is read once
@@ -47,7 +43,8 @@ them. Addresses are 64 bits wide. Host pages are pinned memory, which kernels re
 tile is in one of the two.
 """  # noqa: E501
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,19 +59,11 @@ OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, 
 ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
 TILE_ROWS, TILE_COLUMNS = 16, 256
 PROGRAMS_PER_PROCESSOR = 8
-_OVERFLOW, _NEED_HI = tl.constexpr(OVERFLOW), tl.constexpr(NEED_HI)
-_SPILLED_HI, _EPOCH = tl.constexpr(SPILLED_HI), tl.constexpr(EPOCH)
-_DEMAND, _HEADER = tl.constexpr(DEMAND), tl.constexpr(HEADER)
-_HEAD, _TAIL = tl.constexpr(HEAD), tl.constexpr(TAIL)
-_HOST_HEAD, _HOST_TAIL = tl.constexpr(HOST_HEAD), tl.constexpr(HOST_TAIL)
-_ROWS, _FITS, _ON_DEVICE = (
-    tl.constexpr(ROWS),
-    tl.constexpr(FITS),
-    tl.constexpr(ON_DEVICE),
+_OVERFLOW, _NEED_HI, _SPILLED_HI, _EPOCH, _DEMAND, _HEAD, _TAIL, _HOST_HEAD, _HOST_TAIL, _HEADER = (
+    map(tl.constexpr, range(HEADER + 1))
 )
-_RECORD_EPOCH, _RECORD_HEADER = (
-    tl.constexpr(RECORD_EPOCH),
-    tl.constexpr(RECORD_HEADER),
+_ROWS, _FITS, _ON_DEVICE, _RECORD_EPOCH, _RECORD_HEADER = map(
+    tl.constexpr, range(RECORD_HEADER + 1)
 )
 
 
@@ -460,7 +449,6 @@ def _programs(device: torch.device) -> int:
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("packgraph::stash_keep", mutates_args=())
 def keep(
     state: Tensor,
     buffers: Sequence[Tensor],
@@ -471,26 +459,16 @@ def keep(
     pages: int,
     host_pages: int,
 ) -> Tensor:
-    """Reserve and put in one: the record.
+    """Reserves pages and puts the sources in them: the record.
 
-    For compiled code, which is free to run what only the backward reads in the backward, and would
-    rather reserve once more there than save a record. As one operation it runs once, and saving the
-    record is cheaper than the sources.
+    Part of an operation that makes them. By itself compiled code would be free to run it in the
+    backward, which alone reads the record, and would rather reserve once more there than save it.
     """
-    rows = sources[0].shape[0]
-    if _by_kernel(state):
-        record = reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
-    else:
-        record = naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
-    _put_all(buffers, hosts, sources, record, page_rows)
+    reserve, put, *_ = _functions(state)
+    record = reserve(state, offsets, sources[0].shape[0], page_rows, pages, host_pages)
+    for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
+        put(buffer, hosts[number] if hosts else None, source, record, page_rows)
     return record
-
-
-keep.register_fake(
-    lambda state, buffers, hosts, sources, offsets, page_rows, *_: state.new_empty(
-        record_size(sources[0].shape[0], page_rows)
-    )
-)
 
 
 @torch.library.custom_op("packgraph::stash_take", mutates_args=())
@@ -506,51 +484,30 @@ def take(
     host_pages: int,
     release: bool,
 ) -> list[Tensor]:
-    """The rows of each buffer, [R, w] with zeros behind the live ones, then a token.
+    """The rows of each buffer, [R, w] with zeros behind the live ones.
 
-    after: the token of the put, or again the record. release: give the pages back afterwards.
+    after: a tensor that must be there before. release: give the pages back afterwards. A result
+    must be used: compilers drop what is not.
     """
-    kernels = _by_kernel(state)
-    taken = []
-    for number, buffer in enumerate(buffers):
-        host = hosts[number] if hosts else None
-        if kernels:
-            taken.append(take_rows(state, buffer, host, record, rows, page_rows))
-        else:
-            taken.append(naive_take(state, buffer, host, record, rows, page_rows))
-    if release and kernels:
-        release_pages(state, record, page_rows, pages, host_pages)
-    elif release:
-        naive_release(state, record, page_rows, pages, host_pages)
-    return [*taken, _token(record)]
+    *_, take_one, release_all = _functions(state)
+    taken = [
+        take_one(state, buffer, hosts[number] if hosts else None, record, rows, page_rows)
+        for number, buffer in enumerate(buffers)
+    ]
+    if release:
+        release_all(state, record, page_rows, pages, host_pages)
+    return taken
 
 
 take.register_fake(
     lambda state, buffers, hosts, record, after, rows, *_: [
-        *(buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers),
-        _token(record),
+        buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers
     ]
 )
 
 
-def _put_all(
-    buffers: Sequence[Tensor],
-    hosts: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    record: Tensor,
-    page_rows: int,
-) -> None:
-    for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
-        host = hosts[number] if hosts else None
-        if _by_kernel(record):
-            put_rows(buffer, host, source, record, page_rows)
-        else:
-            naive_put(buffer, host, source, record, page_rows)
-
-
-def _by_kernel(tensor: Tensor) -> bool:
-    return HAS_TRITON and tensor.is_cuda
-
-
-def _token(like: Tensor) -> Tensor:
-    return torch.empty(1, dtype=torch.uint8, device=like.device)
+def _functions(state: Tensor) -> tuple[Callable[..., Any], ...]:
+    """Functions that reserve, put, take and release: the kernels where they can run."""
+    if HAS_TRITON and state.is_cuda:
+        return reserve_pages, put_rows, take_rows, release_pages
+    return naive_reserve, naive_put, naive_take, naive_release

@@ -346,8 +346,7 @@ def _back(
     after: Tensor,
     release: bool,
 ) -> Tensor:
-    """values (0) or h (1). release: the pages are not needed any more. A result must be used:
-    compilers drop what is not."""
+    """values (0) or h (1). release: the pages are not needed any more."""
     buffers, hosts = memories[:2], memories[2:]
     return take(
         state,

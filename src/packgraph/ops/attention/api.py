@@ -57,6 +57,7 @@ from packgraph.ops.attention.metadata import (
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag import PrefixRows
 from packgraph.ops.collectives import all_gather_flat
+from packgraph.ops.kernels import save_inputs
 from packgraph.packing.batch import PackedBatch
 
 __all__ = [
@@ -347,16 +348,9 @@ def prefixes(
             "cast them before attention"
         )
     own = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
-    every = gather_parts(own, context).flatten(0, 1)
+    every = gather_parts(own, context.name, context.size).flatten(0, 1)
     found = _Reorder.apply(every, keys.take, keys.places, k.shape[1] * k.shape[2])
     return found[0].unflatten(1, k.shape[1:]), found[1].unflatten(1, v.shape[1:])
-
-
-def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
-    """Gathers the parts of all ranks: x [...] -> [size, ...], rank r's at [r]. Collective.
-    Differentiable: every rank gets the sum of what the ranks say of its part, added up in their
-    order (in float32 where x is narrower)."""
-    return _gather(x, context.name, context.size)
 
 
 class _Reorder(torch.autograd.Function):
@@ -390,21 +384,19 @@ class _Reorder(torch.autograd.Function):
 
 
 @torch.library.custom_op("packgraph::gather_parts", mutates_args=())
-def _gather(x: Tensor, group: str, size: int) -> Tensor:
+def gather_parts(x: Tensor, group: str, size: int) -> Tensor:
+    """Gathers the parts of all ranks: x [...] -> [size, ...], rank r's at [r]. Collective.
+    Differentiable: every rank gets the sum of what the ranks say of its part, added up in their
+    order (in float32 where x is narrower)."""
     out = x.new_empty(size, *x.shape)
     all_gather_flat(out.flatten(0, 1), x.contiguous(), group=group_of(group))
     return out
 
 
-_gather.register_fake(lambda x, group, size: x.new_empty(size, *x.shape))
+gather_parts.register_fake(lambda x, group, size: x.new_empty(size, *x.shape))
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _sum_parts(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return swap_parts(grad, ctx.group).sum(0), None, None
-
-
-_gather.register_autograd(_sum_parts, setup_context=_save_group)
+gather_parts.register_autograd(
+    lambda ctx, grad: (swap_parts(grad, ctx.constants[0]).sum(0), None, None),
+    setup_context=save_inputs,
+)

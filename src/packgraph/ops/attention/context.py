@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from packgraph.ops.attention.kind import ContextKind
+from packgraph.ops.kernels import save_inputs
 
 
 class ContextGroup(NamedTuple):
@@ -99,17 +100,6 @@ def own_heads_back(out: Tensor, context: ContextGroup) -> Tensor:
     return parts.transpose(0, 1).flatten(1).unflatten(1, (size * out.shape[1], -1))
 
 
-def swap_parts(x: Tensor, group: str) -> Tensor:
-    """x [ranks, ...]: x[r] goes to rank r; the result, of the same shape, has at [r] what rank r
-    sent.
-
-    group: name of the process group. Collective. Differentiable: gradients go the other way,
-    nothing is added up.
-    """
-    made: Tensor = _swap(x, group)
-    return made
-
-
 def total(x: Tensor, context: ContextGroup | None) -> Tensor:
     """The sum of all ranks' x, a new tensor; x itself without a context. Collective. Not
     differentiable."""
@@ -124,24 +114,24 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 @torch.library.custom_op("packgraph::swap_parts", mutates_args=())
-def _swap(x: Tensor, group: str) -> Tensor:
+def swap_parts(x: Tensor, group: str) -> Tensor:
+    """x [ranks, ...]: x[r] goes to rank r; the result, of the same shape, has at [r] what rank r
+    sent.
+
+    group: name of the process group. Collective. Differentiable: gradients go the other way,
+    nothing is added up.
+    """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, x.contiguous(), group=group_of(group))
     return out
 
 
-_swap.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
+swap_parts.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _swap_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _swap(grad, ctx.group), None
-
-
-_swap.register_autograd(_swap_back, setup_context=_save_group)
+swap_parts.register_autograd(
+    lambda ctx, grad: (swap_parts(grad, *ctx.constants), None), setup_context=save_inputs
+)
 
 
 @torch.library.custom_op("packgraph::total_over_ranks", mutates_args=())

@@ -113,7 +113,7 @@ def library() -> Library:
         )
         return Library(None, why)
     forward, backward = (
-        getattr(module, name, _absent) for name in ("_flash_attn_fwd", "_flash_attn_bwd")
+        getattr(module, name, lambda: None) for name in ("_flash_attn_fwd", "_flash_attn_bwd")
     )
     missing = (_FORWARD_NEEDS - set(inspect.signature(forward).parameters)) | (
         _BACKWARD_NEEDS - set(inspect.signature(backward).parameters)
@@ -129,10 +129,6 @@ def library() -> Library:
         for function in (forward, backward)
     )
     return Library(Kernels(forward, backward, windows), None)
-
-
-def _absent() -> None:
-    """Stands for a function that the library does not have: it takes nothing that is needed."""
 
 
 def flash_problems(

@@ -61,7 +61,7 @@ from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
 from packgraph.moe.dispatch.over_ranks import Budgeted, with_factor
-from packgraph.moe.peer_read import Buffers, SymmetricBuffers, symmetric_problem
+from packgraph.moe.peer_read import SymmetricBuffers, symmetric_problem
 from packgraph.moe.stash.plan import grown_pages, pages_for
 from packgraph.moe.stash.stash import Stash, columns_of
 from packgraph.ops.symmetric_memory import NoSymmetricMemory
@@ -145,7 +145,7 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
 
 def make_buffers(
     chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
-) -> Buffers | None:
+) -> SymmetricBuffers | None:
     """Makes the buffers through which this rank's layers with experts exchange tokens; None where
     they need none.
 

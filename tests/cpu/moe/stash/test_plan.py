@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.moe.stash.plan import grown_pages, pages_for, stash_memory
-
-MOONLIGHT = {("bfloat16", 2048): 1, ("bfloat16", 2816): 1, ("bfloat16", 1408): 1}
+from packgraph.moe.stash.plan import grown_pages, pages_for
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.sampled_from([16, 64, 128]))
@@ -31,41 +29,6 @@ def test_illegal_values_are_named_at_once():
         pages_for(0, 1, -1, 1, 0.5)
     with pytest.raises(ValueError, match="the only record is resident"):
         pages_for(1, 1, 1, 1, resident=True)
-    with pytest.raises(ValueError, match=r"capacity of 0.9"):
-        stash_memory(MOONLIGHT, 1, 1, 1, 1, 0.9)
-    with pytest.raises(ValueError, match="int8 are not stashed"):
-        stash_memory({("int8", 8): 1}, 1, 1, 1, 1, 2.0)
-
-
-def test_memory_of_moonlight_is_within_a_tenth_of_balanced_eager_at_capacity_two():
-    """26 layers with experts; the backward of the last one follows its forward, so it is not
-    stashed."""
-    one = stash_memory(MOONLIGHT, 4096, 6, 26, 1, 2.0, factor=1.02, resident=True)
-    assert 1 + 1 / 26 < one.ratio < 1.10
-    assert one.worst == 2 * one.balanced
-    assert one.pool == one.pages * 64 * (2048 + 2816 + 1408) * 2
-    several = stash_memory(MOONLIGHT, 4096, 6, 13, 4, 2.0, factor=1.05)
-    assert several.ratio < 1.10
-    assert "1.0" in several.report() and "bfloat16 x 2816" in several.report()
-
-
-@given(
-    st.integers(1, 5000), st.integers(1, 8), st.integers(1, 30), st.integers(1, 6), st.floats(1, 4)
-)
-def test_memory_is_never_below_its_limit(tokens, top_k, layers, in_flight, capacity):
-    memory = stash_memory(
-        MOONLIGHT,
-        tokens,
-        top_k,
-        layers,
-        in_flight,
-        capacity,
-        factor=1.0,
-        resident=layers * in_flight > 1,
-    )
-    records = layers * in_flight
-    assert memory.ratio >= 1 + (capacity - 1) / records - 1e-9
-    assert memory.balanced <= memory.worst
 
 
 def test_growing_is_bounded():
