@@ -197,15 +197,11 @@ def _assign(  # type: ignore[no-untyped-def]
 def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a RowPlan. experts: int [T, k]; as `plan_rows`."""
     experts = experts.contiguous()
-    pairs, device = experts.numel(), experts.device
+    pairs = experts.numel()
     blocks = triton.cdiv(pairs, PAIRS)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    counts, totals = empty(num_experts, blocks), empty(num_experts)
-    pair_of_row, row_of_pair, offsets = empty(rows), empty(*experts.shape), empty(num_experts)
-    needed = torch.empty((), dtype=torch.int64, device=device)
+    counts = experts.new_empty(num_experts, blocks, dtype=torch.int32)
+    totals = experts.new_empty(num_experts, dtype=torch.int32)
+    outputs = _plan_shapes(experts, num_experts, rows)
     if blocks:
         _count[(blocks,)](
             experts, counts, pairs, blocks, COUNT=num_experts, PAIRS=PAIRS, EXPERTS=EXPERTS
@@ -215,10 +211,7 @@ def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, 
         experts,
         counts,
         totals,
-        pair_of_row,
-        row_of_pair,
-        offsets,
-        needed,
+        *outputs,
         pairs,
         blocks,
         rows,
@@ -226,7 +219,7 @@ def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, 
         PAIRS=PAIRS,
         EXPERTS=EXPERTS,
     )
-    return pair_of_row, row_of_pair, offsets, needed
+    return outputs
 
 
 @triton.jit

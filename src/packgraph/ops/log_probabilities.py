@@ -164,7 +164,7 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        labels = ctx.saved_tensors[2]
+        hidden, weight, labels = ctx.saved_tensors
 
         def gradient(products: Tensor, part: slice) -> Tensor:
             # A row that does not count has no gradient, whatever comes in.
@@ -177,7 +177,7 @@ class _LogProbabilities(torch.autograd.Function):
             assert made is not None
             return made * (-grad[part, None]).masked_fill(ignored[:, None], 0.0)
 
-        return *gradients_by_chunk(ctx, *ctx.saved_tensors, found=gradient), *[None] * 5
+        return *gradients_by_chunk(ctx, hidden, weight, labels, gradient), *[None] * 5
 
 
 def _gradient_with_entropies(
