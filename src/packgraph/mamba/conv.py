@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.kernels import FLOATS, HAS_TRITON, by_rows, save_inputs, tl, triton
+from packgraph.ops.kernels import by_rows, kernel_problems, save_inputs, tl, triton
 from packgraph.packing.batch import PackedBatch
 
 MOST_TAPS = 4  # Mamba-2 has four
@@ -390,16 +390,8 @@ def packed_causal_conv(
 
 def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[str]:
     """Returns reasons why the kernels cannot compute the convolution; empty if they can."""
-    found = []
-    if not HAS_TRITON:
-        found.append("Triton is not installed")
-    if device.type != "cuda":
-        found.append(f"the kernels run on CUDA, not on {device.type}")
-    if dtype not in FLOATS:
-        found.append(f"the kernels take float32, bfloat16 and float16, not {dtype}")
-    if taps > MOST_TAPS:
-        found.append(f"the kernels take up to {MOST_TAPS} taps, not {taps}")
-    return found
+    too_many = {f"the kernels take up to {MOST_TAPS} taps, not {taps}": taps > MOST_TAPS}
+    return kernel_problems(device, dtype, too_many)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor) -> None:

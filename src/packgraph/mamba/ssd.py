@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.mamba import ssd_backward, ssd_forward
-from packgraph.ops.kernels import HAS_TRITON, save_inputs
+from packgraph.ops.kernels import kernel_problems, save_inputs
 
 CHUNKS = (16, 32, 64, 128, 256)
 MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
@@ -76,27 +76,19 @@ def ssd_problems(
     device: torch.device, dtype: torch.dtype, head_size: int, state_size: int, chunk: int
 ) -> list[str]:
     """Returns reasons why the kernels cannot compute the scan; empty if they can."""
-    found = []
-    if not HAS_TRITON:
-        found.append("Triton is not installed")
-    if device.type != "cuda":
-        found.append(f"the kernels run on CUDA, not on {device.type}")
-    if dtype not in MOST_STATE_BYTES:
-        found.append(f"the kernels take float32, bfloat16 and float16, not {dtype}")
-    tile = (
-        1 << max(head_size - 1, 15).bit_length() + max(state_size - 1, 15).bit_length()
-    )  # sizes as powers of two
-    if (
+    # sizes as powers of two
+    tile = 1 << max(head_size - 1, 15).bit_length() + max(state_size - 1, 15).bit_length()
+    large = (
         head_size > MOST_HEAD_SIZE
         or state_size > MOST_STATE_SIZE
         or tile * dtype.itemsize > MOST_STATE_BYTES.get(dtype, 2**16)
-    ):
-        found.append(
-            f"a state of [{head_size}, {state_size}] in {dtype} is too large for the kernels"
-        )
-    if chunk not in CHUNKS:
-        found.append(f"the kernels take chunks of {', '.join(map(str, CHUNKS))} rows, not {chunk}")
-    return found
+    )
+    chunks = ", ".join(map(str, CHUNKS))
+    others = {
+        f"a state of [{head_size}, {state_size}] in {dtype} is too large for the kernels": large,
+        f"the kernels take chunks of {chunks} rows, not {chunk}": chunk not in CHUNKS,
+    }
+    return kernel_problems(device, dtype, others)
 
 
 def chunked_ssd(

@@ -638,19 +638,19 @@ def _inside(offsets: Tensor, rows: int) -> list[Tensor]:
 def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> list[str]:
     """Every reason why torch's grouped product cannot serve rows of these widths without a host
     sync; none if it can."""
-    reasons = []
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        reasons.append(f"the dtype is {dtype}, not bfloat16")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER:
-        reasons.append("the device has a compute capability below 9.0")
-    if device.type != "cuda" and dtype not in FLOATS:
-        reasons.append(f"the dtype is {dtype}, not float32, bfloat16 or float16")
-    reasons += [
+    on_cuda = device.type == "cuda"
+    reasons = {
+        f"the dtype is {dtype}, not bfloat16": on_cuda and dtype != torch.bfloat16,
+        "the device has a compute capability below 9.0": on_cuda
+        and torch.cuda.get_device_capability(device) < HOPPER,
+        f"the dtype is {dtype}, not float32, bfloat16 or float16": not on_cuda
+        and dtype not in FLOATS,
+    }
+    return [reason for reason, holds in reasons.items() if holds] + [
         f"rows of {width} numbers do not fill {ALIGNMENT} bytes"
         for width in widths
         if width * dtype.itemsize % ALIGNMENT
     ]
-    return reasons
 
 
 def _by_torch(x: Tensor, *widths: int) -> bool:

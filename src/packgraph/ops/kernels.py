@@ -7,6 +7,7 @@ decorators and annotations of kernels evaluate to nothing, and a launch raises M
 """
 
 import importlib.util
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "aligned",
     "by_rows",
     "has_kernel",
+    "kernel_problems",
     "save_inputs",
     "tl",
     "triton",
@@ -52,6 +54,20 @@ else:
 def has_kernel(x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
     """Returns whether kernels take `x`: on CUDA, of one of these dtypes, with Triton installed."""
     return HAS_TRITON and x.is_cuda and x.dtype in dtypes
+
+
+def kernel_problems(
+    device: torch.device, dtype: torch.dtype, others: Mapping[str, bool]
+) -> list[str]:
+    """Returns reasons why kernels cannot take tensors like these. others: further reasons, and
+    whether they hold."""
+    reasons = {
+        "Triton is not installed": not HAS_TRITON,
+        f"the kernels run on CUDA, not on {device.type}": device.type != "cuda",
+        f"the kernels take float32, bfloat16 and float16, not {dtype}": dtype not in FLOATS,
+        **others,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -54,11 +54,6 @@ def document_multiple(kind: ContextKind, ranks: int) -> int:
     return 2 * ranks if kind == "zigzag" and ranks > 1 else 1
 
 
-def row_places(lengths: Iterable[int], multiple: int) -> int:
-    """Places that documents of `lengths` take up together."""
-    return sum(places(length, multiple) for length in lengths)
-
-
 def row_problems(
     lengths: Iterable[int] | None, tokens: int, kind: ContextKind, ranks: int
 ) -> list[str]:

@@ -46,8 +46,12 @@ def varlen_attention(
     options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Attention by torch's kernel. Shapes as in `attention`; CUDA, bfloat16 or float16."""
-    _check_supported(q, v, options)
     value_dim = v.shape[-1]
+    if reasons := varlen_problems(q.device, q.dtype, q.shape[-1], value_dim, options.needs):
+        raise ValueError(
+            f"attention backend 'varlen' cannot run: {'; '.join(reasons)}. Use "
+            "attention_backend='sdpa'."
+        )
     if (
         value_dim < q.shape[-1]
     ):  # the kernel knows one head size; zero columns come out as zero columns
@@ -81,25 +85,15 @@ def varlen_problems(
 ) -> list[str]:
     """Every reason why torch's kernel cannot serve tensors like these with the options `needs`;
     none if it can."""
-    reasons = lacking(needs, KNOWN)
-    if device.type != "cuda":
-        reasons.append(f"the tensors are on {device}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the dtype is {dtype}, not bfloat16 or float16")
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
-    if value_dim > head_dim:
-        reasons.append(f"values ({value_dim}) are wider than queries ({head_dim})")
-    return reasons
-
-
-def _check_supported(q: Tensor, v: Tensor, options: ScoreOptions) -> None:
-    reasons = varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
-    if reasons:
-        text = "; ".join(reasons)
-        raise ValueError(
-            f"attention backend 'varlen' cannot run: {text}. Use attention_backend='sdpa'."
-        )
+    reasons = {
+        f"the tensors are on {device}": device.type != "cuda",
+        f"the dtype is {dtype}, not bfloat16 or float16": dtype
+        not in (torch.bfloat16, torch.float16),
+        f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}": head_dim % 8 != 0
+        or head_dim > MAX_HEAD_DIM,
+        f"values ({value_dim}) are wider than queries ({head_dim})": value_dim > head_dim,
+    }
+    return lacking(needs, KNOWN) + [reason for reason, holds in reasons.items() if holds]
 
 
 def _launch_forward(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from packgraph.ops.attention.kind import (
     choose_context_kind,
     document_multiple,
-    row_places,
     row_problems,
 )
 from packgraph.ops.attention.zigzag import naive_prefixes, naive_rows, tables_of
@@ -26,7 +25,9 @@ def rows(draw):
     """Ranks, lengths that fit, tokens and places for documents."""
     size = draw(st.integers(1, 5))
     lengths = draw(st.lists(st.one_of(st.just(1), st.integers(1, 40)), max_size=8))
-    tokens = row_places(lengths, 2 * size) + 2 * size * draw(st.integers(0, 3))
+    tokens = sum(places(length, 2 * size) for length in lengths) + 2 * size * draw(
+        st.integers(0, 3)
+    )
     return size, lengths, max(tokens, 2 * size), max(len(lengths) + draw(st.integers(0, 3)), 1)
 
 
@@ -142,7 +143,10 @@ def test_packs_count_documents_by_the_places_they_take_up(lengths, ranks, window
     documents = [[1] * length for length in lengths]
     packs = pack(documents, capacities, window=window, report=report, multiple=2 * ranks)
     assert sorted(length for batch in packs for length in batch.lengths) == sorted(lengths)
-    assert all(row_places(batch.lengths, 2 * ranks) <= batch.capacity.tokens for batch in packs)
+    assert all(
+        sum(places(length, 2 * ranks) for length in batch.lengths) <= batch.capacity.tokens
+        for batch in packs
+    )
     assert (report.tokens, report.places) == (
         sum(lengths),
         sum(batch.capacity.tokens for batch in packs),
