@@ -383,9 +383,9 @@ def packed_causal_conv(
     document leaves the bits of all others. Raises ValueError for shapes that do not fit together.
     """
     _check(x, weight, bias, document_ids)
-    if not conv_problems(x.device, x.dtype, weight.shape[1]):
-        return convolve(x, weight, bias, document_ids, activation)
-    return plain_packed_causal_conv(x, weight, bias, document_ids, activation)
+    problems = conv_problems(x.device, x.dtype, weight.shape[1])
+    run = plain_packed_causal_conv if problems else convolve
+    return run(x, weight, bias, document_ids, activation)
 
 
 def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[str]:

@@ -67,9 +67,9 @@ def ssd(
     fit together.
     """
     _check(x, dt, a, b, c, d, document_ids, chunk)
-    if not ssd_problems(x.device, x.dtype, x.shape[2], b.shape[2], chunk):
-        return ssd_by_kernels(x, dt, a, b, c, d, document_ids, chunk)
-    return chunked_ssd(x, dt, a, b, c, d, document_ids, chunk)
+    problems = ssd_problems(x.device, x.dtype, x.shape[2], b.shape[2], chunk)
+    run = chunked_ssd if problems else ssd_by_kernels
+    return run(x, dt, a, b, c, d, document_ids, chunk)
 
 
 def ssd_problems(

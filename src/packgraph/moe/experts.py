@@ -251,9 +251,8 @@ class Experts(nn.Module):
     """`count` experts. gate_up_proj: [count, 2I, H], gate rows first, or without a gate up_proj:
     [count, I, H]; down_proj: [count, H, I].
 
-    count: the experts of this rank. activation: swiglu has a gate, relu2 has none
-    (moe/experts.py). by: name of their product (ops/linear.py). Weights begin as normal numbers of
-    deviation 0.02.
+    count: the experts of this rank. activation: swiglu has a gate, relu2 has none. by:
+    name of their product (ops/linear.py). Weights begin as normal numbers of deviation 0.02.
     """
 
     gate_up_proj: nn.Parameter

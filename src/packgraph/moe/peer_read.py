@@ -535,8 +535,8 @@ def of_all(x: Tensor, group: str) -> Tensor:
 def locate(
     everyone: Tensor, ordered: RowPlan, ranks: int, rank: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a PullPlan. everyone: int32 [ranks * T, k]; ordered: their plan, with a row for
-    every pair."""
+    """The fields of a PeerReadPlan. everyone: int32 [ranks * T, k]; ordered: their plan, with a row
+    for every pair."""
     if HAS_TRITON and everyone.is_cuda:
         return locate_by_kernel(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
     ends = ordered.offsets.view(ranks, -1)

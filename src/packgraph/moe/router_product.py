@@ -40,9 +40,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     x: [T, H]; weight: [E, H]. Both bfloat16: by products of bfloat16, as precise; anything else: as
     the naive one.
     """
-    if x.dtype == weight.dtype == torch.bfloat16:
-        return _product(x, weight)
-    return naive_router_logits(x, weight)
+    exact = x.dtype == weight.dtype == torch.bfloat16
+    return _product(x, weight) if exact else naive_router_logits(x, weight)
 
 
 def naive_router_logits(x: Tensor, weight: Tensor) -> Tensor:

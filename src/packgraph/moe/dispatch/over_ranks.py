@@ -114,9 +114,7 @@ def exchange(
     process alone, which keeps its rows. Differentiable: the backward is the exchange in the other
     direction.
     """
-    if group is None:
-        return tuple(tensors)
-    return _Exchange.apply(group, send, receive, *tensors)
+    return tuple(tensors) if group is None else _Exchange.apply(group, send, receive, *tensors)
 
 
 class _Exchange(torch.autograd.Function):

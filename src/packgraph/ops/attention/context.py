@@ -103,9 +103,7 @@ def own_heads_back(out: Tensor, context: ContextGroup) -> Tensor:
 def total(x: Tensor, context: ContextGroup | None) -> Tensor:
     """The sum of all ranks' x, a new tensor; x itself without a context. Collective. Not
     differentiable."""
-    if context is None:
-        return x
-    return _total(x.detach(), context.name)
+    return x if context is None else _total(x.detach(), context.name)
 
 
 def group_of(name: str) -> dist.ProcessGroup:

@@ -89,7 +89,7 @@ def _absolute_bits(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scales_of(bits):  # type: ignore[no-untyped-def]
-    """Scale and inverse, as cast.py has them."""
+    """Scale and inverse, as `_scales` has them."""
     exponent = tl.maximum(bits >> 23, 63)
     field = exponent - 8 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
     not_a_number = 0x7FC00000

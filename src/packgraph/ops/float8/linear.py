@@ -181,9 +181,7 @@ class RankSplit:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, differentiably; a plain tensor itself."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.library.custom_op("packgraph::float8_product", mutates_args=())
