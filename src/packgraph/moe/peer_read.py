@@ -60,8 +60,7 @@ from packgraph.ops.symmetric_memory import NoSymmetricMemory, SymmetricMemory, h
 
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
 PUBLISHED = 4  # rows of a program
-SPREAD_COLUMNS, COLLECT_COLUMNS = 2048, 1024
-SPREAD_WARPS, COLLECT_WARPS = 4, 4
+SPREAD_COLUMNS, COLLECT_COLUMNS, SPREAD_WARPS, COLLECT_WARPS = 2048, 1024, 4, 4
 LOCATED = 1024
 
 

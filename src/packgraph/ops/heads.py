@@ -32,9 +32,7 @@ from packgraph.ops.grouped_gemm import on_hopper
 from packgraph.ops.kernels import FLOATS, HAS_TRITON, aligned, tl, triton
 
 LEAST_ROWS = 1024
-MOST_NUMBERS = (
-    2**12
-)  # of the heads of queries, or of keys, of a token: a program holds them at once
+MOST_NUMBERS = 2**12  # of a token's heads of queries, or of keys: a program holds them at once
 WARPS, BACKWARD_WARPS = 4, 2  # of a program, which has all heads of a token at once
 PROGRAMS = 528  # of a backward, at most; each makes one partial sum
 PARTS, PART_COLUMNS = 256, 8  # tile of the partial sums that are added at once

@@ -36,14 +36,10 @@ from packgraph.ops.kernels import HAS_TRITON, has_kernel, tl, triton
 IGNORED = -100
 CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
 COPIED_ELEMENTS = 2**28  # where single operations make copies of them, some in float32
-BLOCK = 8192
-
-
+BLOCK = 8192  # logits of a row that a program reads at once
 # Of gradients that the kernel adds: float32 ones go by two operations.
 ADDED_DTYPES = (torch.bfloat16, torch.float16)
-
-
-ADDED_BLOCK, ADDED_WARPS = 4096, 8  # elements and warps of a program
+ADDED_BLOCK, ADDED_WARPS = 4096, 8  # elements and warps of a program that adds
 
 
 def token_count(labels: Tensor) -> Tensor:

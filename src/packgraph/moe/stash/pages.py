@@ -54,11 +54,10 @@ from packgraph.ops.kernels import HAS_TRITON, by_rows, tl, triton
 # What a reset leaves alone comes first: the overflow flag, high-water marks (pages in demand, pages
 # in host memory).
 OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, HEADER = range(10)
-
-
 ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
 TILE_ROWS, TILE_COLUMNS = 16, 256
 PROGRAMS_PER_PROCESSOR = 8
+# The same numbers for kernels.
 _OVERFLOW, _NEED_HI, _SPILLED_HI, _EPOCH, _DEMAND, _HEAD, _TAIL, _HOST_HEAD, _HOST_TAIL, _HEADER = (
     map(tl.constexpr, range(HEADER + 1))
 )
