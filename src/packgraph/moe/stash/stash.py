@@ -10,9 +10,9 @@ flight. With the stash
 so memory is one layer's worst case, reused by the next layer, plus the sum of what is live, over
 all layers and microbatches.
 
-    stash = Stash(device)                   # measures: notes what is saved
-    stash.allocate(pages)                   # from now on it stashes; before the first capture
-    stash.attach(model)                     # captures leave the pool as it was
+    stash = Stash(device)
+    stash.allocate(pages, columns=columns_of(experts))    # now it stashes; before the first capture
+    stash.attach(model)                                   # captures leave the pool as it was
     made = stashed_experts(experts, values, weights, offsets, stash)
 
 * Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all
@@ -68,10 +68,8 @@ AGAIN = (
 class Stash:
     """One pool of pages for all layers and microbatches of a rank.
 
-    page_rows: rows of a page.
-
-    columns: how many tensors of each dtype and width one layer saves at most; noted until
-    `allocate`.
+    page_rows: rows of a page. columns: how many tensors of each dtype and width one layer saves at
+    most.
     """
 
     def __init__(self, device: torch.device | str, page_rows: int = 64) -> None:
@@ -84,13 +82,12 @@ class Stash:
         self.pages = Pages(0, 0, self.device)
         self.buffers: dict[Column, list[Tensor]] = {}
         self.hosts: dict[Column, list[Tensor]] = {}
-        self.measures = True
 
     def allocate(
         self, pages: int, host_pages: int = 0, columns: Mapping[Column, int] | None = None
     ) -> None:
-        """Make the pool; tensors are stashed from now on. columns: instead of those that were
-        noted.
+        """Make the pool; tensors are stashed from now on. columns: by default those of the pool
+        before.
 
         Graphs captured before go on without pages, or with those they were captured with, unless
         the new pool is attached to their module: then they are captured again. Nothing may be in
@@ -100,8 +97,7 @@ class Stash:
         if pages < 1 or not self.columns:
             raise ValueError(
                 f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be "
-                "made: run a forward of stashed experts first, under no checkpoint, or say which "
-                "columns there are"
+                "made: give it a page or more, and the columns of its layers (`columns_of`)"
             )
         self.buffers, self.hosts = {}, {}  # the old ones go before there are new ones
         self.pages = Pages(pages, host_pages, self.device)
@@ -110,7 +106,6 @@ class Stash:
             column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
             for column in self.columns
         }
-        self.measures = False
 
     def attach(self, module: torch.nn.Module) -> None:
         """Tell graphs of `module` of the pool, once it is allocated: its state becomes a buffer of
@@ -171,27 +166,18 @@ class Stash:
         """The pages for a layer's tensors of these columns, in order: on the device, and on the
         host if there are any.
 
-        None where nothing is stashed: while the stash measures, which notes the columns, and where
-        what is saved is somebody else's. Raises RuntimeError where the pool has
-        no column for one.
+        None where nothing is stashed: before there are pages, and where what is saved is somebody
+        else's. Raises RuntimeError where the pool has no column for one.
         """
-        if not torch.compiler.is_compiling() and are_others():
+        if not self.buffers or (not torch.compiler.is_compiling() and are_others()):
             return None
-        used: Counter[Column] = Counter()
-        places = []
-        for column in columns:
-            places.append((column, used[column]))
-            used[column] += 1
-        if self.measures:
-            for column, count in used.items():
-                self.columns[column] = max(count, self.columns.get(column, 0))
-            return None
+        places = [(column, columns[:place].count(column)) for place, column in enumerate(columns)]
         for (dtype, width), number in places:
             if number >= self.columns.get((dtype, width), 0):
                 raise RuntimeError(
                     f"a layer saves {number + 1} tensors of {dtype} and width {width}, but the "
                     f"stash has pages for {self.columns.get((dtype, width), 0)}: it was allocated "
-                    "for other layers. Measure with these, or give their columns to Stash.allocate"
+                    "for other layers. Give Stash.allocate the columns of these (`columns_of`)"
                 )
         hosts = places if self.pages.host_pages else []
         return (
@@ -203,10 +189,8 @@ class Stash:
 def columns_of(experts: Experts) -> dict[Column, int]:
     """Counts the columns that these experts keep for their backward: the rows of tokens, and those
     before the activation."""
-    matrices, columns = experts.first_proj, Counter[Column]()
-    for width in (matrices.shape[2], matrices.shape[1]):
-        columns[matrices.dtype, width] += 1
-    return dict(columns)
+    dtype, shape = experts.first_proj.dtype, experts.first_proj.shape
+    return dict(Counter((dtype, width) for width in (shape[2], shape[1])))
 
 
 def stashed_experts(
@@ -216,8 +200,8 @@ def stashed_experts(
     pages until then.
 
     values: [R, H]; weights: float32 [R]; offsets: int32 [E]; h: [R, 2I], without a gate [R, I].
-    Where there is nothing to differentiate, and while the stash measures, nothing is stashed. Fit
-    for torch.compile. Raises RuntimeError where the stash was allocated for other columns, and in a
+    Where there is nothing to differentiate, and before there are pages, nothing is stashed. Fit for
+    torch.compile. Raises RuntimeError where the stash was allocated for other columns, and in a
     second backward.
     """
     matrices = experts.first_proj, experts.down_proj

@@ -165,13 +165,13 @@ def test_a_second_backward_is_an_error():
         made.backward(gradient)
 
 
-def test_without_pages_it_is_noted_what_they_would_be_for():
+def test_without_pages_nothing_is_stashed_and_columns_tell_what_they_are_for():
     stash = Stash("cpu", page_rows=PAGE)
     expected = by(lambda experts, *given: experts(*given), 20)
     assert all(
         map(torch.equal, expected, by(lambda e, *given: stashed_experts(e, *given, stash), 20))
     )
-    assert stash.columns == COLUMNS == columns_of(Experts(4, 16, 16))
+    assert stash.nbytes() == 0 and columns_of(Experts(4, 16, 16)) == COLUMNS
     assert (
         columns_of(Experts(4, 32, 16))
         == columns_of(Experts(4, 32, 32, "relu2"))
