@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.mamba import ssd_backward, ssd_forward
-from packgraph.ops.kernels import kernel_problems, save_inputs
+from packgraph.ops.kernels import by_rows, kernel_problems, save_inputs
 
 CHUNKS = (16, 32, 64, 128, 256)
 MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
@@ -238,7 +238,7 @@ def ssd_by_kernels(
     """Does the same as `ssd`, for inputs without `ssd_problems`: y [T, H, P]."""
     return ssd_forward.forward(
         side_by_side(x),
-        _columns_dense(dt),
+        by_rows(dt),
         a.contiguous(),
         side_by_side(b),
         side_by_side(c),
@@ -264,7 +264,7 @@ def _ssd_backward(
     dx, ddt, da, db, dc, dd = ssd_backward.backward(
         side_by_side(grad),
         side_by_side(x),
-        _columns_dense(dt),
+        by_rows(dt),
         a.contiguous(),
         side_by_side(b),
         side_by_side(c),
@@ -306,7 +306,3 @@ def side_by_side(value: Tensor) -> Tensor:
     """[T, A, B] as it is if the A B columns of a row lie side by side, rows anywhere; otherwise a
     copy."""
     return value if value.stride()[1:] == (value.shape[2], 1) else value.contiguous()
-
-
-def _columns_dense(value: Tensor) -> Tensor:
-    return value if value.stride(1) == 1 else value.contiguous()

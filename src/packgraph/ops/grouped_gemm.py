@@ -556,19 +556,17 @@ def add_products(
 
 def multiply(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`."""
-    a, b = _rows(a), _matrices(matrices, transposed)
+    a, matrices = _rows(a), aligned(matrices.contiguous())
+    b, ends = matrices.mT if transposed else matrices, offsets.contiguous()
     if _by_torch(a, *b.shape[1:]):
-        matrices = b.mT if transposed else b
         way = multiplied_way(a, matrices)
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
         programs = programs_at_once(a.device, way.programs)
-        return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
+        return multiply_by_descriptors(a, matrices, ends, transposed, way, programs)
     if _by_kernel(a):
-        matrices = b.mT if transposed else b
-        return multiply_by_pointers(
-            a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices)
-        )
+        way = multiplied_anywhere(a, matrices)
+        return multiply_by_pointers(a, matrices, ends, transposed, way)
     total = a.new_zeros(a.shape[0], b.shape[2])
     for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
         total = total + torch.where(inside, a, 0) @ matrix
@@ -616,12 +614,6 @@ def _rows(x: Tensor) -> Tensor:
     stride = x.stride(0)
     fits = x.stride(1) == 1 and stride >= x.shape[1] and stride * x.element_size() % ALIGNMENT == 0
     return aligned(x if fits else x.contiguous())
-
-
-def _matrices(matrices: Tensor, transposed: bool) -> Tensor:
-    """[E, K, N]."""
-    matrices = aligned(matrices.contiguous())
-    return matrices.mT if transposed else matrices
 
 
 def _inside(offsets: Tensor, rows: int) -> list[Tensor]:

@@ -44,8 +44,11 @@ class ExpertAssignment:
         ranks, rank = (
             (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         )
-        if problem := assignment_problem(num_experts, ranks):
-            raise ValueError(problem)
+        if num_experts % ranks:
+            raise ValueError(
+                f"{num_experts} experts cannot be shared equally by {ranks} ranks: parallel.ep "
+                "must divide their number"
+            )
         return ExpertAssignment(num_experts, ranks, rank)
 
     @property
@@ -57,16 +60,6 @@ class ExpertAssignment:
     def first(self) -> int:
         """The first expert of this rank."""
         return self.rank * self.count
-
-
-def assignment_problem(num_experts: int, ranks: int) -> str | None:
-    """Returns why `ranks` ranks cannot share the experts of a layer, None where they can."""
-    if num_experts % ranks == 0:
-        return None
-    return (
-        f"{num_experts} experts cannot be shared equally by {ranks} ranks: parallel.ep must divide "
-        "their number"
-    )
 
 
 class Routing(NamedTuple):
