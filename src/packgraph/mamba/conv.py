@@ -6,28 +6,8 @@ Mamba-2.
 A tap whose row is of another document, or before the first row, adds nothing, so documents may be
 shorter than K. Rows of padding (document id -1) are 0 in y and in the gradient of x, whatever
 stands there in x and in the gradient of y. Sums are float32 (float64 in float64) and rounded once.
-
 On CUDA forward and backward are one kernel each; elsewhere, and for what the kernels do not take
 (`conv_problems`), the operations of `plain_packed_causal_conv`.
-
-    forward     a program has a tile of a few rows, and loads the K - 1 rows before them again, from
-                the cache
-    backward    a program goes over SPAN rows and the three behind them, row after row, and every
-                row is loaded once, its sum before the activation made again once; gradients of
-                weights and bias are float32 sums over SPAN rows each, added up afterwards in their
-                order
-
-Nothing is atomic, tiles are fixed, offsets are 64-bit.
-
-`live_document_ids` makes the document ids that convolution and state space operations read: padding
-is marked, not numbered.
-
-    batch.document_ids    0 0 0 1 1 2 2 2 2 N N          document_ids    0 0 0 1 1 2 2 2 2 -1 -1
-
-These operations ask two things of a row: is it padding (its id is negative), and does another row
-belong to the same document (their ids are equal). So numbers may start anywhere and leave out
-documents without tokens, but the rows of a document must follow one another in the document's
-order.
 """
 
 from typing import Any
@@ -49,6 +29,13 @@ def live_document_ids(batch: PackedBatch) -> Tensor:
     microbatch, for all layers.
 
     batch: anything with the fields `document_ids` (int32 [T]) and `padding_mask` (bool [T]).
+
+        batch.document_ids    0 0 0 1 1 2 2 2 2 N N       result    0 0 0 1 1 2 2 2 2 -1 -1
+
+    Convolution and state space operations ask two things of a row: is it padding (its id is
+    negative), and does another row belong to the same document (their ids are equal). So numbers
+    may start anywhere and leave out documents without tokens, but the rows of a document must
+    follow one another in the document's order.
     """
     return batch.document_ids.masked_fill(batch.padding_mask, -1)
 
@@ -282,7 +269,11 @@ def _backward(  # type: ignore[no-untyped-def]
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
 ) -> Tensor:
-    """y [T, C]."""
+    """y [T, C].
+
+    A program has a tile of a few rows, and loads the K - 1 rows before them again, from the cache.
+    Nothing is atomic, tiles are fixed, offsets are 64-bit.
+    """
     x, weight = by_rows(x), weight.contiguous()
     (rows, channels), taps = x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

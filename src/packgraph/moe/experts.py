@@ -1,36 +1,14 @@
 """The experts of one rank: two grouped products and the activation between them, without a host
 sync.
 
-    values [R, H] -- @ gate_up^T --> h [R, 2I] -- silu(gate) * up * weight --> act [R, I] -- @
-    down^T --> [R, H] values [R, H] -- @ up^T -------> h [R, I] --- relu(h) ** 2 * weight -----> act
-    [R, I] -- @ down^T --> [R, H]
+    gated      values [R, H]  @ gate_up^T -->  h [R, 2I]  silu(gate) * up * weight -->  act [R, I]
+    ungated    values [R, H]  @ up^T -------> h [R, I]   relu(h) ** 2 * weight ----->  act [R, I]
+    both       act [R, I]     @ down^T -----> [R, H]
 
 The weights of the routing enter before the second product. So its outputs need not be saved for the
 weights' gradient, and combining rows is a plain sum (Megatron-Core's technical report, arXiv
 2603.07685). Kept for the backward: values and h; the activation is made again. Rows from
 offsets[-1] on are read nowhere, and undefined in the result.
-
-The activation has the weights of the routing in it, per row, with or without a gate:
-
-    gated       h [R, 2I]  gate | up     silu(gate) * up * weight     SwiGLU (Shazeer 2020,
-                                                                      arXiv:2002.05202)
-    ungated     h [R, I]                 relu(h) ** 2 * weight        squared ReLU (So et al. 2021,
-                                                                      arXiv:2109.08668)
-
-    forward     act [R, I], of h and weights float32 [R]
-    backward    act once more, and the gradients of h and of the weights: one pass over h and the
-                incoming gradient
-
-Everything is computed in float32 (float64 in float64) and rounded once. The backward makes the
-activation again because the gradient of the next matrix needs it: writing it costs less than
-keeping it from the forward on would cost in memory, a third of what an expert layer saves between
-its products (without a gate half of it).
-
-Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined
-there (nothing reads them, see ops/grouped_gemm.py), the gradient of the weights is 0. On
-CUDA they cost nothing: programs behind the last offset read nothing and, but for the zero gradients
-of weights, write nothing. The backward goes over a row from left to right in one program, so the
-gradient of its weight is a sum in a fixed order.
 """
 
 from typing import Any, Literal
@@ -196,7 +174,17 @@ def activate_backward(
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())
 def activation(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
     """act [R, I]. h: [R, 2I], gate first, or [R, I] without a gate; weights: float32 [R]; offsets:
-    int32 [E]."""
+    int32 [E].
+
+    The weights of the routing are in it, per row, with or without a gate:
+
+        gated       silu(gate) * up * weight     SwiGLU (Shazeer 2020, arXiv:2002.05202)
+        ungated     relu(h) ** 2 * weight        squared ReLU (So et al. 2021, arXiv:2109.08668)
+
+    Computed in float32 (float64 in float64) and rounded once. Rows from offsets[-1] on are empty:
+    they may hold NaN, and the result is undefined there. On CUDA they cost nothing: programs behind
+    the last offset read and write nothing.
+    """
     if has_kernel(h):
         return activate(h, weights, offsets, gated)
     weight = weights[:, None]
@@ -211,7 +199,14 @@ def activation_backward(
     grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of h, of its shape, and of weights [R], and the activation [R, I] itself. grad: [R,
-    I], of the activation."""
+    I], of the activation.
+
+    One pass over h and the incoming gradient. It makes the activation again because the gradient of
+    the next matrix needs it: writing it costs less than keeping it from the forward on would cost
+    in memory, a third of what an expert layer saves between its products (without a gate half of
+    it). In empty rows the gradient of the weights is 0. A program goes over a row from left to
+    right, so that gradient is a sum in a fixed order.
+    """
     if has_kernel(h):
         return activate_backward(grad, h, weights, offsets, gated)
     wide, weight = _wide(grad), weights[:, None]

@@ -8,39 +8,10 @@ rows back as a sum.
     from_experts   rows [R, H]                -->  [T, H]                         k rows per token, summed in order
 
 The backward of one is the other one. Results are read or written in a fixed order, never added to:
-nothing is atomic, and the same bits come out in every run. Each is one operation for torch.compile
-and for whoever watches operations. It knows the group by its name, and the memory is its own, as a
-communicator's is: what is there between two calls means nothing, so an operation is a function of
-its other arguments. Elsewhere than on CUDA it is an all-gather of everything, which needs no
-common memory.
-
-On CUDA it is kernels, and symmetric memory (`ops/symmetric_memory.py`), in which every rank has
-
-    | rows [room, width] | weights float32 [room] |     published by its owner, read by all
-
-    publish   rows --> own memory, as many as there are            a copy
-    spread    a program per token of every rank: read it once, write it to each of its rows here
-    collect   a program per own token: read its k rows wherever they are, add them up, write the sum
-
-Peers' memory is found by a table of addresses on the device. A read over NVLink takes microseconds,
-so many small programs are under way at once, each with a few independent reads of 16 bytes per
-thread; neighbouring programs read from different peers. Top-k often chooses several experts of one
-rank: `spread` sends such a token once. Offsets have 64 bits. Sums over places go in their order,
-one place after another.
-
-`plan_peer_read` finds where every routed pair of the group lies in the rows of experts; each rank
-does so by itself:
-
-    experts of all ranks [ranks * T, k]   --plan_rows-->   rows of all experts, one after the other
-    e0 e1 | e2 e3                         cut by ranks     rows of rank 0 | rows of rank 1
-
-One all-gather of the chosen experts is all that ranks tell each other. Within an expert rows lie in
-the order of ranks, within a rank in the order of tokens: as one process would lay the tokens of all
-ranks. A rank has room for R rows; pairs beyond have none, and every rank knows which. No host sync.
-
-The naive twins are loops that read the host, for all ranks of a group in one process: lists have an
-entry for every rank. The tensors may require gradients: autograd of these loops is what the
-backwards of the operations mean.
+nothing is atomic, and the same bits come out in every run. Each is one operation, which knows the
+group by its name; the memory is its own, as a communicator's is: what is there between two calls
+means nothing. Elsewhere than on CUDA it is an all-gather of everything, which needs no common
+memory.
 """  # noqa: E501
 
 import math
@@ -81,7 +52,12 @@ class PeerReadPlan(NamedTuple):
 
 
 def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[PeerReadPlan]:
-    """The specification of `plan_peer_read`. experts: int [T, k] of every rank."""
+    """The specification of `plan_peer_read`. experts: int [T, k] of every rank.
+
+    The naive twins are loops that read the host, for all ranks of a group in one process: lists
+    have an entry for every rank. The tensors may require gradients: autograd of these loops is what
+    the backwards of the operations mean.
+    """
     ranks, (tokens, places) = len(experts), experts[0].shape
     here = torch.full((ranks, ranks, tokens, places), -1, dtype=torch.int32)  # by owner and sender
     place_of_pair = torch.full((ranks, tokens, places), -1, dtype=torch.int32)
@@ -190,7 +166,7 @@ class SymmetricBuffers:
         device: Of this rank.
 
     Attributes:
-        memory: uint8, this rank's.
+        memory: uint8, this rank's: rows [room, width], then weights float32 [room].
         peers: int64 [ranks], where it is on each rank, as this device sees it.
         rows: That it has room for.
         group: Name of the process group, "" = this process alone.
@@ -349,6 +325,12 @@ def spread(
 
     peers: int64 [ranks], addresses. row_of_pair: int32 [ranks * T, k]. rows: R. room: rows of the
     memories.
+
+    A program per token of every rank reads it once and writes it to each of its rows here: top-k
+    often chooses several experts of one rank. Peers' memory is found by a table of addresses on the
+    device. A read over NVLink takes microseconds, so many small programs are under way at once,
+    each with a few independent reads of 16 bytes per thread; neighbouring programs read from
+    different peers.
     """
     ranks, (tokens, places), width = peers.shape[0], row_of_pair.shape, like.shape[1]
     values = like.new_empty(rows, width)
@@ -414,6 +396,9 @@ def collect(
 
     peers, like, room: as `spread`. place_of_pair: int32 [T, k], rank * R + row, -1 = nothing. rows:
     R.
+
+    A program per own token reads its k rows wherever they are, adds them up in the order of places,
+    one after another, and writes the sum.
     """
     (tokens, places), width = place_of_pair.shape, like.shape[1]
     sums = like.new_empty(tokens, width)
@@ -510,6 +495,17 @@ def plan_peer_read(
     experts: int32 [T, k], -1 = routed nowhere; T is the same on all ranks. rows: R. group: name of
     the process group, "" = this process alone. Raises ValueError where places do not fit into 32
     bits.
+
+    Finds where every routed pair of the group lies in the rows of experts; each rank does so by
+    itself:
+
+        experts of all ranks [ranks * T, k]   --plan_rows-->   rows of all experts in order
+        e0 e1 | e2 e3                         cut by ranks     rows of rank 0 | rows of rank 1
+
+    One all-gather of the chosen experts is all that ranks tell each other. Within an expert rows
+    lie in the order of ranks, within a rank in the order of tokens: as one process would lay the
+    tokens of all ranks. A rank has room for R rows; pairs beyond have none, and every rank knows
+    which. No host sync.
     """
     if max(ranks * rows, ranks * experts.numel()) >= 2**31:
         raise ValueError(

@@ -8,33 +8,8 @@ back.
 Rows lie expert by expert, within an expert in the order of tokens. Both directions of the map are
 kept, so that moving there and back are gathers: every result is a sum in a fixed order, the same
 bits in every run, and the backward of one direction is the other one. Rows from offsets[-1] on are
-empty: gathers fill them with zeros, and nothing reads them.
-
-Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On
-CUDA they are kernels. Planning sorts nothing: pairs are cut into blocks, and a pair's row is the
-sum of three counts:
-
-    pairs of smaller experts  +  pairs of its expert in earlier blocks  +  those before it in its own block
-          sum over totals                scan over blocks (_scan)              comparing all with all (_assign)
-
-Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are written
-and not read. What is no expert is routed nowhere, and a number outside a map's range counts as
-none: no address follows from data alone. Nothing is atomic, no choice of tiles is left to a search:
-the first call of a shape compiles, later ones (captures among them) launch. One warning for who
-changes tiles: sums over places go in their order, one place after another.
-
-`place_segments` puts rows that arrive from several ranks, each sorted by expert, in order of
-experts, on the device:
-
-    arrived from rank 0   e0 e0 e1 .     rows by expert   e0 e0 | e0 || e1 | e1 e1 || . .
-    arrived from rank 1   e0 e1 e1 .                      from 0  from 1
-
-A segment is what one rank sent for one expert: a count and the place where its rows begin. Within
-an expert rows lie in order of the ranks that sent them, within a segment in order of tokens: the
-order that one process would give to the tokens of all ranks. The naive twin is `plan_rows` of the
-experts of all places.
-
-The naive twins read everything on the host, as loops over tokens and experts.
+empty: gathers fill them with zeros, and nothing reads them. Plan, gather and sum are one operation
+each, kernels on CUDA; the naive twins are loops over tokens and experts on the host.
 """  # noqa: E501
 
 from typing import Any, NamedTuple
@@ -195,7 +170,14 @@ def _assign(  # type: ignore[no-untyped-def]
 
 
 def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a RowPlan. experts: int [T, k]; as `plan_rows`."""
+    """The fields of a RowPlan. experts: int [T, k]; as `plan_rows`.
+
+    Planning sorts nothing. Pairs are cut into blocks, and a pair's row is the sum of three counts:
+    pairs of smaller experts (a sum over totals), pairs of its expert in earlier blocks (a scan over
+    blocks, `_scan`), and those before it in its own block (comparing all with all, `_assign`).
+    Nothing is atomic, no choice of tiles is left to a search: the first call of a shape compiles,
+    later ones (captures among them) launch.
+    """
     experts = experts.contiguous()
     pairs = experts.numel()
     blocks = triton.cdiv(pairs, PAIRS)
@@ -242,7 +224,12 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
-    """[T, H] -> [R, H]: the token of each row's pair, zeros in rows without one. places: k."""
+    """[T, H] -> [R, H]: the token of each row's pair, zeros in rows without one. places: k.
+
+    Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are
+    written and not read. What is no expert is routed nowhere, and a number outside a map's range
+    counts as none: no address follows from data alone.
+    """
     x, pair_of_row = by_rows(x), pair_of_row.contiguous()
     rows, width = pair_of_row.shape[0], x.shape[1]
     out = x.new_empty(rows, width)
@@ -478,6 +465,16 @@ def place_segments(counts: Tensor, starts: Tensor, places: int, rows: int) -> Ro
     counts, starts: int64 [ranks, experts here], rows of each segment and its first place; no more
     than `rows` together. In the plan a pair is a place: pair_of_row is int32 [rows], row_of_pair
     int32 [places, 1].
+
+    Rows that arrive from several ranks, each sorted by expert, are put in order of experts:
+
+        arrived from rank 0   e0 e0 e1 .     rows by expert   e0 e0 | e0 || e1 | e1 e1 || . .
+        arrived from rank 1   e0 e1 e1 .                      from 0  from 1
+
+    A segment is what one rank sent for one expert: a count and the place where its rows begin.
+    Within an expert rows lie in order of the ranks that sent them, within a segment in order of
+    tokens: the order that one process would give to the tokens of all ranks. The naive twin is
+    `plan_rows` of the experts of all places.
     """
     sizes, first = counts.t().reshape(-1), starts.t().reshape(-1)
     ends = sizes.cumsum(0)

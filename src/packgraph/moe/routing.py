@@ -8,23 +8,8 @@ sync.
 
 Invariants: a padding row is routed nowhere (expert -1, weight exactly 0) and has no gradient,
 whatever its logits hold; a row depends on its own logits only; of equal scores the expert with the
-lower number wins, on every device.
-
-On CUDA the choice is one kernel, as one operation with a backward of its own:
-
-    forward     logits, padding, bias -> experts, weights, scores
-    backward    gradients of weights and of scores (either may be missing), scores, experts ->
-                gradient of logits
-
-Between the two only scores and experts are kept. `naive_route` says what is computed.
-
-    one row      scores, biased -> numbers that order as they do -> k times: the largest, of equal
-                 ones the first; out
-    in registers |<- group 0 ->|<- group 1 ->| ...      each group filled up to a power of two
-
-By single operations this sorts 64-bit keys, whose radix sort reads a row a dozen times, and writes
-every step between. Here a program takes some rows, 256 scores at a time or one row, and is one
-warp: finding the largest needs no memory. Padding rows are not read. Nothing is atomic.
+lower number wins, on every device. `naive_route` says what is computed; on CUDA it is one kernel,
+and one its backward, between which only scores and experts are kept.
 """  # noqa: E501
 
 import math
@@ -286,6 +271,14 @@ def choose(
 
     logits: float32 [T, E]. padding: bool [T]. bias: float32 [E] or None. The rest as
     `RouterSettings`.
+
+        one row      scores, biased -> numbers that order as they do -> k times: the largest, of
+                     equal ones the first; out
+        in registers |<- group 0 ->|<- group 1 ->| ...    each group filled up to a power of two
+
+    By single operations this sorts 64-bit keys, whose radix sort reads a row a dozen times, and
+    writes every step between. Here a program takes some rows, 256 scores at a time or one row, and
+    is one warp: finding the largest needs no memory. Padding rows are not read. Nothing is atomic.
     """
     experts, weights, scores = outputs
     (tokens, count), places = logits.shape, experts.shape[1]

@@ -5,62 +5,16 @@
     result     [R, N]   | a @ b[0] | a @ b[1] | ... | undefined     (whatever the memory held, NaN
                                                                     among it)
 
-The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an incoming gradient; an
-expert without rows has a gradient of exactly 0. The gradient of b has the layout that b has in
-memory, so that adding it to `.grad` of a parameter that was passed transposed is an addition of
-contiguous tensors.
-
                    bfloat16, CUDA from 9.0 on     other numbers, widths, CUDA devices    CPU          float64
     product        torch, or by descriptors       by pointers                            torch        masked
     gradient of b  torch; added: by descriptors   by pointers                            torch        masked
 
-`torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0
-on; on the CPU it may read the offsets. Masked is one product of all rows per expert, with E times
-the work: for checks in float64, and for widths that do not fill 16 bytes on a CPU. `ops/linear.py`
-makes them differentiable, and calls them without autocast.
-
-**Choice.** Tables by rows per expert say which kernel runs with which tiles; figures come from
-`benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute capability 9.0) stand
-beside those by pointers, which run everywhere; a way that cannot take a shape is passed over for
-the one that always can. What is for everywhere was measured nowhere: it fits into the shared memory
-of every GPU since compute capability 8.0, in float32 too.
-
-**By descriptors.** With a hundred rows per expert most of the time is memory's. Programs stay and
-go from tile to tile in one flat loop over steps, a step being a product of some rows, so the loads
-of a tile are under way while the one before is finished:
-
-    steps of one program:  tile 0: rows 0.. 64..  | tile 132: rows 0.. 64.. | tile 264: ...      one flat loop
-    loads, some ahead:     x0 y0  x1 y1           | x0 y0  x1 y1            |
-    products:                     p0     p1       |        p0     p1        |
-    leaves for memory:                            | tile 0                  | tile 132
-
-Rows beyond the end of an expert are another expert's, or nobody's and perhaps NaN. Of sums over
-rows they are kept out by bounds of the descriptors that lie where the expert ends ("ragged"
-descriptors: two more dimensions whose strides add up to 2 ** 64 bytes and more and so to nothing;
-from Triton's tools), which gives zeros on both sides of the product. In a product they fill a tile
-and reach no other row; they are not written, because the result's bounds lie there.
-
-    multiply    tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them,
-                as high as most experts have rows, so a matrix is read about once; where an expert
-                has more, its tiles of the same columns are made side by side and share what the
-                second-level cache has
-    add         an expert without rows costs one step of zeros; its tile is sent out of bounds,
-                where nothing is written. A tile leaves as an addition that the second-level cache
-                makes (`reduce`): nothing waits for what was there. Each element is added to once,
-                so the result does not depend on who comes first; it is rounded as a product first
-                and as a sum then. Without `reduce` the tile is read, added to and written, rounded
-                once
-
-**By pointers.** Any widths, float32 (as such, not as TF32), float16 and bfloat16, every GPU that
-Triton compiles for. To add, one program makes one tile of one expert: it goes over the expert's
-rows in order, so the sum has a fixed order, and reads and writes its tile of `total` once. Tiles of
-one expert follow each other in groups, so that rows are read from the second-level cache. To
-multiply, one program makes one tile of rows of one expert. How many tiles there are only the device
-knows; so there are programs for as many as there can be, and each looks up in the running sum of
-tiles whether it has one, and whose:
-
-    rows of experts    70   0   10   64        tiles of 64    2  0  1  1        program 0 1 | 2 | 3 | 4 ...
-                                               running sum    2  2  3  4                e0  |e2 |e3 | nothing to do
+The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an incoming gradient; an
+expert without rows has a gradient of exactly 0. The gradient of b has the layout that b has in
+memory. `ops/linear.py` makes the products differentiable, and calls them without autocast. Masked is
+one product of all rows per expert, with E times the work: for checks in float64, and for widths that
+do not fill 16 bytes on a CPU. `torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16
+from compute capability 9.0 on; on the CPU it may read the offsets.
 """  # noqa: E501
 
 from typing import NamedTuple
@@ -139,7 +93,14 @@ BY_POINTERS = ((1024, Added("pointers", 64, 128, 256)), (0, Added("pointers", 32
 
 
 def added_way(total: Tensor, left: Tensor, right: Tensor) -> Added:
-    """The way to add to `total` [E, I, J] products of rows of left [R, I] and right [R, J]."""
+    """The way to add to `total` [E, I, J] products of rows of left [R, I] and right [R, J].
+
+    Tables by rows per expert say which kernel runs with which tiles; figures come from
+    `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute capability 9.0)
+    stand beside those by pointers, which run everywhere; a way that cannot take a shape is passed
+    over for the one that always can. What is for everywhere was measured nowhere: it fits into the
+    shared memory of every GPU since compute capability 8.0, in float32 too.
+    """
     per_expert = left.shape[0] // total.shape[0]
     way = next(way for least, way in ADDED if per_expert >= least)
     if way.kernel == "descriptors" and describable(total, left, right):
@@ -254,6 +215,13 @@ def multiply_by_descriptors(
 
     offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` must hold for a and matrices, and
     a row of the result fill a multiple of 16 bytes. programs: how many run at the same time.
+
+    Tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them. They are as
+    high as most experts have rows, so a matrix is read about once; where an expert has more, its
+    tiles of the same columns are made side by side and share what the second-level cache has.
+    Programs go from tile to tile in one flat loop over steps, as in `add_by_descriptors`. Rows read
+    beyond an expert's end fill a tile and reach no other row; they are not written, because the
+    descriptor of the result has its bounds where the expert ends ("ragged").
     """
     experts, inner, columns = matrices.shape[0], a.shape[1], matrices.shape[1 if transposed else 2]
     out = a.new_empty(a.shape[0], columns)
@@ -323,6 +291,14 @@ def multiply_by_pointers(
 
     a: of any stride between rows. matrices: contiguous, of a's dtype. offsets: int32 [E],
     contiguous.
+
+    Takes any widths, float32 (as such, not as TF32), float16 and bfloat16, on every GPU that Triton
+    compiles for. One program makes one tile of rows of one expert. How many tiles there are only
+    the device knows; so there are programs for as many as there can be, and each looks up in the
+    running sum of tiles whether it has one, and whose:
+
+        rows of experts    70   0   10   64    tiles of 64    2  0  1  1    program 0 1 | 2 | 3 ...
+                                               running sum    2  2  3  4            e0  |e2 |e3
     """
     experts, columns = matrices.shape[0], matrices.shape[1 if transposed else 2]
     of_expert, *strides = matrices.stride()
@@ -447,6 +423,26 @@ def add_by_descriptors(
     `describable` must hold for all three. programs: how many run at
     the same time. The descriptors are parameters of the launch, by value: a captured graph has its
     own.
+
+    A step is a product of some rows. The loop of a program goes over steps and not over tiles, so
+    the loads of a tile are under way while the one before is finished: with a hundred rows per
+    expert a tile has two steps, and most of the time is memory's.
+
+        steps of one program:  tile 0: rows 0.. 64..  | tile 132: rows 0.. 64.. | tile 264: ...
+        loads, some ahead:     x0 y0  x1 y1           | x0 y0  x1 y1            |
+        products:                     p0     p1       |        p0     p1        |
+        leaves for memory:                            | tile 0                  | tile 132
+
+    A tile leaves as an addition that the second-level cache makes (`reduce`): nothing waits for
+    what was there. Each element is added to once, so the result does not depend on who comes first;
+    it is rounded as a product first and as a sum then. Without `reduce` the tile is read, added to
+    and written, rounded once.
+
+    Rows beyond the end of an expert are another expert's, or nobody's and perhaps NaN. They are
+    kept out by bounds of the descriptors that lie where the expert ends ("ragged" descriptors: two
+    more dimensions whose strides add up to 2 ** 64 bytes and more and so to nothing; from Triton's
+    tools), which gives zeros on both sides of the product. An expert without rows costs one step of
+    zeros; its tile is sent out of bounds, where nothing is written.
     """
     experts, of_left, of_right = total.shape
     tiles = experts * triton.cdiv(of_left, way.left) * triton.cdiv(of_right, way.right)
@@ -521,6 +517,11 @@ def add_products(
     offsets: int32 [E].
 
     total: contiguous. way: how; by default what the table says.
+
+    By pointers, one program makes one tile of one expert. It goes over the expert's rows in order,
+    so the sum has a fixed order, and reads and writes its tile of `total` once. Programs of experts
+    without rows end at once. Tiles of one expert follow each other in groups, so that rows are read
+    from the second-level cache. It takes what any memory holds, and float32 as such (not as TF32).
     """
     left, right = (aligned(by_rows(x)) for x in (left, right))
     offsets = offsets.contiguous()

@@ -1,4 +1,5 @@
-"""What modules with a kernel beside its operation share: Triton, and the form that kernels want.
+"""Triton, and the form in which kernels want tensors: for modules that hold a kernel beside its
+operation.
 
     from packgraph.ops.kernels import has_kernel, tl, triton
 

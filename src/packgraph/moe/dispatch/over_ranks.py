@@ -2,52 +2,7 @@
 must wait; by all-to-alls of a fixed number of rows per pair of ranks; and over memory that ranks
 read from each other.
 
-`exchange` is an all-to-all that autograd knows: what goes to a rank on the way there comes back
-from it on the way back.
-
-    rank 0   [to 0 | to 1]  ->  [from 0 | from 1]        forward of dispatch, backward of combine
-    rank 1   [to 0 | to 1]  ->  [from 0 | from 1]        forward of combine, backward of dispatch
-
-All tensors of an exchange go in one autograd node and in the order in which they are given, so that
-ranks cannot disagree about the order of their collectives in the backward. Only data moves; nothing
-is added up.
-
-`HostSplitsDispatcher`, the classic:
-
-    preprocess   counts [ranks, experts] --all-to-all--> counts of the others --host--> sizes of
-                 everything after
-    dispatch     rows by expert --all-to-all, those sizes--> rows from all ranks --> rows by expert
-    combine      the same in the other direction, then the sum of each token's rows
-
-Nothing can overflow, no row is padding: this is what the static dispatchers are measured against
-and tested with. The shapes of dispatch, experts and combine follow from the data, so none of them
-can be captured.
-
-`PaddedDispatcher`:
-
-    send buffer of a rank     |e0 e0 e1 .|e2 e3 e3 e3|      C = 4 places for each of 2 ranks, by
-                                                            expert, then empty
-    received by rank 1        |e2 e3 e3 e3|e2 e2 . .|       C places from each rank, with the ends
-                                                            of its experts
-    rows by expert            |e2 e2 e2|e3 e3 e3| . .|      R = ranks * C rows
-
-C follows from the number of tokens alone: `factor` times what each rank would get if experts were
-equally busy. Pairs beyond it are an overflow: they have no place, send nothing, get nothing back,
-and the plan counts what was needed. All shapes are static and nothing waits for the host, so every
-stage can be captured. All ranks of the group must work on the same number of tokens (one bucket) at
-a time, since C follows from it.
-
-`SymmetricDispatcher` sends exactly the rows that are routed, and no host waits:
-
-    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair
-    dispatch     publish tokens and weights, pull each token that has rows here into all of them
-    combine      publish rows, pull each token's k rows and sum them
-
-A rank has room for R rows, `factor` times the balanced load, however they are spread over the
-senders. Where more are routed to a rank, the last of them by expert have no row: every rank knows
-all pairs, so all of a group leave out the same ones and see the same overflow. All shapes are
-static and nothing waits for the host. What is kept for the backward is the plan, never the common
-memory, which the next exchange overwrites (`moe/peer_read.py`).
+    make_dispatcher("padded", num_experts, group, factor=1.25)
 """
 
 import math
@@ -113,6 +68,15 @@ def exchange(
     send, receive: rows per rank, None = equal parts (static). Collective over `group`; None = this
     process alone, which keeps its rows. Differentiable: the backward is the exchange in the other
     direction.
+
+    What goes to a rank on the way there comes back from it on the way back:
+
+        rank 0   [to 0 | to 1]  ->  [from 0 | from 1]    forward of dispatch, backward of combine
+        rank 1   [to 0 | to 1]  ->  [from 0 | from 1]    forward of combine, backward of dispatch
+
+    All tensors of an exchange go in one autograd node and in the order in which they are given, so
+    that ranks cannot disagree about the order of their collectives in the backward. Only data
+    moves; nothing is added up.
     """
     return tuple(tensors) if group is None else _Exchange.apply(group, send, receive, *tensors)
 
@@ -160,7 +124,17 @@ class HostSplitsPlan(NamedTuple):
 
 
 class HostSplitsDispatcher(Dispatcher):
-    """An all-to-all of what is routed."""
+    """An all-to-all of what is routed.
+
+        preprocess   counts [ranks, experts] --all-to-all--> counts of the others --host--> sizes of
+                     everything after
+        dispatch     rows by expert --all-to-all, those sizes--> rows from all ranks --> by expert
+        combine      the same in the other direction, then the sum of each token's rows
+
+    Nothing can overflow, no row is padding: this is what the static dispatchers are measured
+    against and tested with. The shapes of dispatch, experts and combine follow from the data, so
+    none of them can be captured.
+    """
 
     why_not = MappingProxyType(
         {"moe_preprocess": SYNCS}
@@ -244,7 +218,19 @@ class PaddedPlan(NamedTuple):
 
 class PaddedDispatcher(_Budgeted):
     """An all-to-all of C places per pair of ranks. factor: C over the balanced load T * k /
-    ranks."""
+    ranks.
+
+        send buffer of a rank     |e0 e0 e1 .|e2 e3 e3 e3|    C = 4 places for each of 2 ranks, by
+                                                              expert, then empty
+        received by rank 1        |e2 e3 e3 e3|e2 e2 . .|     C places from each rank, with the ends
+                                                              of its experts
+        rows by expert            |e2 e2 e2|e3 e3 e3| . .|    R = ranks * C rows
+
+    C follows from the number of tokens alone. Pairs beyond it are an overflow: they have no place,
+    send nothing, get nothing back, and the plan counts what was needed. All shapes are static and
+    nothing waits for the host, so every stage can be captured. All ranks of the group must work on
+    the same number of tokens (one bucket) at a time, since C follows from it.
+    """
 
     def room(self, pairs: int) -> int:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
@@ -327,6 +313,16 @@ class SymmetricDispatcher(_Budgeted):
 
     factor: R over the balanced load T * k. buffers: shared by the layers, with room for it. All
     ranks must work on the same number of tokens (one bucket) at a time.
+
+        preprocess   all-gather of the chosen experts --> every rank knows the row of every pair
+        dispatch     publish tokens and weights, pull each token that has rows here into all of them
+        combine      publish rows, pull each token's k rows and sum them
+
+    A rank has room for R rows, however they are spread over the senders. Where more are routed to a
+    rank, the last of them by expert have no row: every rank knows all pairs, so all of a group
+    leave out the same ones and see the same overflow. All shapes are static and nothing waits for
+    the host. What is kept for the backward is the plan, never the common memory, which the next
+    exchange overwrites (`moe/peer_read.py`).
     """
 
     def __init__(

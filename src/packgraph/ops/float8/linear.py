@@ -9,40 +9,10 @@
 
 All float8 is e4m3: with a scale for each row what a row spans fits, and gradients gain more by a
 third bit of mantissa than by e5m2's range. Sums on CUDA are those of fast accumulation, which has
-fewer bits than float32.
-
-With `fp8` the gradient of weights stays in bfloat16 (torchao's `rowwise_with_gw_hp`): it is one
-matrix product as ever, so compiled backwards add it to `.grad` in place
-(`graphs/compiled/products.py`). With `fp8_weight_gradients` it is in float8, too (torchao's
-`rowwise`). It sums over tokens, so x and grad are cast by columns, x once for all layers that read
-it. A product in float8 cannot add, so compiled backwards add what it returns.
-
-There, rows of padding reach no gradient of a weight, whatever they hold: a row of x takes no part,
-neither in scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as zero
-beside others).
-
-`mxfp8` is for Blackwell, whose tensor cores scale by blocks of 32 (MXFP8, by torch's `scaled_mm`
-with ScalingType.BlockWise1x32). It is emulated on CPUs, and has never run on a Blackwell GPU. A GPU
-of a lower compute capability is refused, and so are experts.
-
-What a layer saves for the backward is x and W, as a layer in bfloat16 does, so recomputation,
-offloading and plans of memory see no difference. Weights are cast anew in each product: nothing is
-kept from call to call that a graph would freeze.
-
-The invariant: a row of the result depends on this row of x alone. Elsewhere than on CUDA products
-are those of the same codes, multiplied in float32.
-
-Where matrices are split over ranks (`RankSplit`), all this holds for each rank's part:
-
-    outputs split    x [R, I], whole on all ranks -- W [O / ranks, I] --> [R, O / ranks]
-                     gradient of x: a share [R, I] of each rank, summed over ranks
-    inputs split     x [R, I / ranks] -- W [O, I / ranks] --> a share [R, O] of each rank, summed
-                     over ranks, then the bias
-
-So where outputs are split, rows of x and of W have the scales of whole rows; where inputs are
-split, those of a rank's part of the row. Sums over ranks are of results, in the dtype of the
-products. DTensors are parameters, and what says how gradients are summed: nothing dispatches on
-them.
+fewer bits than float32; elsewhere products are those of the same codes, multiplied in float32. What
+a layer saves for the backward is x and W, as a layer in bfloat16 does. Weights are cast anew in
+each product: nothing is kept from call to call that a graph would freeze. The invariant: a row of
+the result depends on this row of x alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -138,6 +108,18 @@ class RankSplit:
         of_outputs: Whether outputs are split, else inputs.
         splits_rows: Where inputs are split, whether each rank gets its part [R / ranks, O] of the
             rows of the sum, else all of them.
+
+    All that holds of float8 holds for each rank's part:
+
+        outputs split    x [R, I], whole on all ranks -- W [O / ranks, I] --> [R, O / ranks]
+                         gradient of x: a share [R, I] of each rank, summed over ranks
+        inputs split     x [R, I / ranks] -- W [O, I / ranks] --> a share [R, O] of each rank,
+                         summed over ranks, then the bias
+
+    So where outputs are split, rows of x and of W have the scales of whole rows; where inputs are
+    split, those of a rank's part of the row. Sums over ranks are of results, in the dtype of the
+    products. DTensors are parameters, and what says how gradients are summed: nothing dispatches on
+    them.
     """
 
     mesh: DeviceMesh
@@ -404,7 +386,12 @@ def _split_of(layers: tuple[nn.Linear, ...]) -> RankSplit | None:
 
 class Float8Linear(nn.Linear):
     """An `nn.Linear` that multiplies in float8, over the same parameters. split: how its matrix is
-    split over ranks, None = it is not (set by `parallel/tensor.py`)."""
+    split over ranks, None = it is not (set by `parallel/tensor.py`).
+
+    The gradient of weights stays in bfloat16 (torchao's `rowwise_with_gw_hp`): it is one matrix
+    product as ever, so compiled backwards add it to `.grad` in place
+    (`graphs/compiled/products.py`).
+    """
 
     by = FLOAT8
     split: RankSplit | None = None
@@ -414,13 +401,25 @@ class Float8Linear(nn.Linear):
 
 
 class Float8GradientsLinear(Float8Linear):
-    """The same, with the gradient of its weight in float8, too."""
+    """The same, with the gradient of its weight in float8, too.
+
+    As torchao's `rowwise`. It sums over tokens, so x and grad are cast by columns, x once for all
+    layers that read it. A product in float8 cannot add, so compiled backwards add what it returns.
+    Rows of padding reach no gradient of a weight, whatever they hold: a row of x takes no part,
+    neither in scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as
+    zero beside others).
+    """
 
     by = FLOAT8_GRADIENTS
 
 
 class Mxfp8Linear(Float8Linear):
-    """The same as `Float8Linear`, with a scale for each block of 32."""
+    """The same as `Float8Linear`, with a scale for each block of 32.
+
+    For Blackwell, whose tensor cores scale by blocks of 32 (MXFP8, by torch's `scaled_mm` with
+    ScalingType.BlockWise1x32). It is emulated on CPUs, and has never run on a Blackwell GPU. A GPU
+    of a lower compute capability is refused, and so are experts.
+    """
 
     by = MXFP8
 
