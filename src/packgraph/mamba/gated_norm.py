@@ -1,6 +1,6 @@
 """RMSNorm of groups of channels together with a gate, as Mamba-2 has it before its last projection.
 
-    gate first    norm(x * silu(gate)) * weight        norm first    norm(x) * weight * silu(gate)
+    norm(x * silu(gate)) * weight
 
 Every group of D / groups channels has its own mean of squares (Zhang and Sennrich 2019,
 arXiv:1910.07467; with a gate in the layer of Dao and Gu 2024, arXiv:2405.21060). Statistics are
@@ -12,16 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    groups: int = 1,
-    *,
-    norm_first: bool = False,
-) -> Tensor:
-    """Normalise x [..., D] per group, with silu(gate) before or after. Returns x's shape and dtype.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
+    """Normalise x [..., D] times silu(gate) per group. Returns x's shape and dtype.
 
     gate: [..., D]; weight: [D]; groups must divide D. Everything is computed in float32 (float64 in
     float64) and rounded once. Raises ValueError if groups does not divide D.
@@ -32,31 +24,19 @@ def gated_rms_norm(
             "channels"
         )
     wide = torch.promote_types(x.dtype, torch.float32)
-    value, opening = x.to(wide), F.silu(gate.to(wide))
-    if not norm_first:
-        value = value * opening
-    grouped = value.unflatten(-1, (groups, -1))
+    grouped = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (groups, -1))
     scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-    normed = (grouped * scale).flatten(-2) * weight.to(wide)
-    return (normed * opening if norm_first else normed).to(x.dtype)
+    return ((grouped * scale).flatten(-2) * weight.to(wide)).to(x.dtype)
 
 
 def naive_gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    groups: int = 1,
-    *,
-    norm_first: bool = False,
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int = 1
 ) -> Tensor:
     """The specification, group by group."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    opening = gate.to(wide) / (1.0 + torch.exp(-gate.to(wide)))
-    value = x.to(wide) if norm_first else x.to(wide) * opening
+    value = x.to(wide) * (gate.to(wide) / (1.0 + torch.exp(-gate.to(wide))))
     parts = [
         part / torch.sqrt((part * part).mean(-1, keepdim=True) + eps)
         for part in value.chunk(groups, dim=-1)
     ]
-    normed = torch.cat(parts, dim=-1) * weight.to(wide)
-    return (normed * opening if norm_first else normed).to(x.dtype)
+    return (torch.cat(parts, dim=-1) * weight.to(wide)).to(x.dtype)

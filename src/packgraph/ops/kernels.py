@@ -52,9 +52,9 @@ else:
     triton = tl = _Absent()
 
 
-def has_kernel(x: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Returns whether kernels take `x`: on CUDA, of one of these dtypes, with Triton installed."""
-    return HAS_TRITON and x.is_cuda and x.dtype in dtypes
+def has_kernel(x: Tensor) -> bool:
+    """Returns whether kernels take `x`: on CUDA, one of `FLOATS`, with Triton installed."""
+    return HAS_TRITON and x.is_cuda and x.dtype in FLOATS
 
 
 def kernel_problems(

@@ -54,23 +54,14 @@ def pages_for(
     return math.ceil(records * tokens * top_k * factor / page_rows) + records
 
 
-def grown_pages(pages: int, need: int, most: int | None = None, room: float = 1.1) -> int:
-    """Pages for the next attempt after an overflow: `room` times the high-water mark `need`, at
-    most `most` (None = as many as there is memory for).
+def grown_pages(pages: int, need: int) -> int:
+    """Pages for the next attempt after an overflow: a tenth more than the high-water mark `need`.
 
     Demand is counted whether it fits or not, so that `need` pages would have sufficed. Raises
-    ValueError when even `most` is not enough, or when `need` was there.
+    ValueError when `need` was there.
     """
     if need <= pages:
         raise ValueError(
             f"{pages} pages were enough for a demand of {need}: there is no reason to grow"
         )
-    if most is None:
-        return math.ceil(need * room)
-    if need > most:
-        raise ValueError(
-            f"{need} pages were in demand, but there may be {most}: fewer microbatches in flight, "
-            "smaller "
-            "ones, host pages, or a higher limit would help"
-        )
-    return min(math.ceil(need * room), most)
+    return math.ceil(need * 1.1)

@@ -130,10 +130,9 @@ class Stash:
             for _ in range(self.columns[column])
         ]
 
-    def nbytes(self, host: bool = False) -> int:
-        """Bytes of all pages on the device (or on the host)."""
-        tiers = (self.hosts if host else self.buffers).values()
-        return sum(memory.nbytes for memories in tiers for memory in memories)
+    def nbytes(self) -> int:
+        """Bytes of all pages on the device."""
+        return sum(memory.nbytes for column in self.buffers.values() for memory in column)
 
     def overflow_flag(self) -> Tensor:
         """Returns whether something did not fit since the last `clear`: bool [], on the device, a
