@@ -5,6 +5,8 @@ import json
 import math
 import random
 import re
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,25 @@ ANY_ERROR = (
     Warning,
 )
 LAST_BITS_LIMIT = 1e-4  # of a tensor's largest entry: what another order of sums can make
+
+
+def together(*acts: Callable[[], Any]) -> None:
+    """Run acts in threads of their own, and raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except ANY_ERROR as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class TensorFact(NamedTuple):

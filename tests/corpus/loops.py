@@ -87,8 +87,7 @@ def run(entry: Entry, loop: str, device: str, *, graphs: bool) -> Run:
     error: BaseException | None = None
     own_error = False
     _seed()
-    with warnings.catch_warnings(record=True) as later:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as later:
         try:
             if entry.prepare is not None:
                 entry.prepare(model)

@@ -29,7 +29,7 @@ from corpus.entry import (
     scalar,
     trained,
 )
-from corpus.facts import ANY_ERROR, Verdict
+from corpus.facts import Verdict, together
 from corpus.loops import check
 from torch import Tensor, nn
 
@@ -486,24 +486,6 @@ def flat(m: Any) -> Tensor:
     return m.flat
 
 
-def in_thread(act: Callable[[], Any]) -> None:
-    import threading
-
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            act()
-        except ANY_ERROR as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
 def type_of(m: Any) -> Any:
     """The class of the module, or of the one that it wraps."""
     return next(
@@ -532,7 +514,6 @@ def _namespace() -> dict[str, Any]:
         descend,
         halve,
         flat,
-        in_thread,
         type_of,
     )
     return {
@@ -547,6 +528,7 @@ def _namespace() -> dict[str, Any]:
         "TABLE": {"s": 1.0},
         "AUX": [],
         "unless_grad": silent,
+        "in_thread": together,
         "helper": lambda x: x * 1.0,
         "other_helper": lambda x: x * 2.0,
     }

@@ -44,57 +44,53 @@ def alternate(*values):
     return lambda draw, step: (draw.rows(), values[step % len(values)])
 
 
-case(
-    "keywords",
-    lambda m, *, x, y=None: m.linear(x) if y is None else m.linear(x) * y,
-    lambda draw, step: (Keywords(x=draw.rows(), **({"y": draw.rows()} if step % 2 else {})),),
-)
-case(
-    "keywords in another order",
-    lambda m, x, y: two(m, x, y),
-    lambda draw, step: (
-        Keywords(x=draw.rows(), y=draw.rows())
-        if step % 2
-        else Keywords(y=draw.rows(), x=draw.rows()),
+for name, parts in {
+    "keywords": (
+        lambda m, *, x, y=None: m.linear(x) if y is None else m.linear(x) * y,
+        lambda draw, step: (Keywords(x=draw.rows(), **({"y": draw.rows()} if step % 2 else {})),),
     ),
-)
-case(
-    "a dict",
-    lambda m, state: m.linear(state["x"]) * state["y"],
-    lambda draw, step: ({"x": draw.rows(grad=True), "y": draw.rows()},),
-)
-case(
-    "a dict whose order changes",
-    lambda m, state: m.linear(state["x"]) * state["y"],
-    lambda draw, step: (
-        {"x": draw.rows(), "y": draw.rows()} if step % 2 else {"y": draw.rows(), "x": draw.rows()},
+    "keywords in another order": (
+        lambda m, x, y: two(m, x, y),
+        lambda draw, step: (
+            Keywords(x=draw.rows(), y=draw.rows())
+            if step % 2
+            else Keywords(y=draw.rows(), x=draw.rows()),
+        ),
     ),
-)
-case(
-    "a nested structure",
-    lambda m, s: m.linear(s["a"][0]) + s["a"][1][0] * s["b"],
-    lambda draw, step: ({"a": [draw.rows(), (draw.rows(grad=True),)], "b": 2.0},),
-)
-case(
-    "a named tuple",
-    lambda m, pair: m.linear(pair.left) * pair.right,
-    lambda draw, step: (Pair(draw.rows(), draw.rows(grad=True)),),
-)
-case(
-    "a dataclass",
-    lambda m, record: m.linear(record.x) * record.scale,
-    lambda draw, step: (Record(draw.rows(), 1.0 + step % 2),),
-)
-case(
-    "a list that forward changes",
-    lambda m, xs: m.linear(xs.pop()),
-    lambda draw, step: ([draw.rows(), draw.rows()],),
-)
-case(
-    "a dict that forward writes to",
-    lambda m, s: s.setdefault("h", m.linear(s["x"])) * 2,
-    lambda draw, step: ({"x": draw.rows()},),
-)
+    "a dict": (
+        lambda m, state: m.linear(state["x"]) * state["y"],
+        lambda draw, step: ({"x": draw.rows(grad=True), "y": draw.rows()},),
+    ),
+    "a dict whose order changes": (
+        lambda m, state: m.linear(state["x"]) * state["y"],
+        lambda draw, step: (
+            {"x": draw.rows(), "y": draw.rows()}
+            if step % 2
+            else {"y": draw.rows(), "x": draw.rows()},
+        ),
+    ),
+    "a nested structure": (
+        lambda m, s: m.linear(s["a"][0]) + s["a"][1][0] * s["b"],
+        lambda draw, step: ({"a": [draw.rows(), (draw.rows(grad=True),)], "b": 2.0},),
+    ),
+    "a named tuple": (
+        lambda m, pair: m.linear(pair.left) * pair.right,
+        lambda draw, step: (Pair(draw.rows(), draw.rows(grad=True)),),
+    ),
+    "a dataclass": (
+        lambda m, record: m.linear(record.x) * record.scale,
+        lambda draw, step: (Record(draw.rows(), 1.0 + step % 2),),
+    ),
+    "a list that forward changes": (
+        lambda m, xs: m.linear(xs.pop()),
+        lambda draw, step: ([draw.rows(), draw.rows()],),
+    ),
+    "a dict that forward writes to": (
+        lambda m, s: s.setdefault("h", m.linear(s["x"])) * 2,
+        lambda draw, step: ({"x": draw.rows()},),
+    ),
+}.items():
+    case(name, *parts)
 for label, values in {
     "int": (1, 2),
     "bool": (True, False),
@@ -118,95 +114,90 @@ for label, values in {
         )
 
     case(f"constant, {label}", scaled, alternate(*values))
-case(
-    "a float that is another in every call",
-    lambda m, x, s: m.linear(x) * s,
-    lambda draw, step: (draw.rows(), step / 7),
-)
-case(
-    "a 0-d tensor that is another in every call",
-    lambda m, x, s: m.linear(x) * s,
-    lambda draw, step: (draw.rows(), draw.rows(1)[0]),
-)
-case("a function", lambda m, x, f: f(m.linear(x)), alternate(torch.tanh, torch.sigmoid))
-case(
-    "a new lambda in every call",
-    lambda m, x, f: f(m.linear(x)),
-    lambda draw, step: (draw.rows(), lambda y, step=step: y * (1 + step)),
-)
-case("a generator", lambda m, xs: m.linear(next(xs)), lambda draw, step: (iter([draw.rows()]),))
-case(
-    "a numpy array",
-    lambda m, x, a: m.linear(x) * float(a.sum()),
-    lambda draw, step: (draw.rows(), _array(step)),
-)
-case("shapes that change", plain, lambda draw, step: (draw.rows(2 + step % 3, 4),))
-case("rank that changes", plain, lambda draw, step: (draw.rows(*(2, 3, 4)[step % 2 :]),))
-case(
-    "dtype that changes",
-    lambda m, x: m.linear(x.float()),
-    lambda draw, step: (draw.rows(dtype=torch.float64 if step % 2 else torch.float32),),
-)
-case("requires grad in turns", plain, lambda draw, step: (draw.rows(grad=step % 2 == 0),))
-case("no rows", plain, lambda draw, step: (draw.rows(0, 4) if step % 2 else draw.rows(),))
-case("always no rows", plain, lambda draw, step: (draw.rows(0, 4),))
-case(
-    "attribute of an input",
-    lambda m, x: m.linear(x) * getattr(x, "scale", 1.0),
-    lambda draw, step: (_marked(draw),),
-)
-case(
-    "0-d input",
-    lambda m, x, s: m.linear(x) * s,
-    lambda draw, step: (draw.rows(), draw.rows(1).squeeze(0)),
-)
-case("transposed input", plain, lambda draw, step: (draw.rows(4, 3).t(),))
-case(
-    "transposed input with a gradient",
-    plain,
-    lambda draw, step: (draw.rows(4, 3).t().requires_grad_(),),
-)
-case(
-    "transposed in turns",
-    lambda m, x: m.linear(x).reshape(-1).view(4, 3),
-    lambda draw, step: (draw.rows(4, 3).t() if step % 2 else draw.rows(),),
-)
-case("strided input", plain, lambda draw, step: (draw.rows(3, 8)[:, ::2],))
-case("expanded input", plain, lambda draw, step: (draw.rows(1, 4).expand(3, 4),))
-case(
-    "expanded input with a gradient",
-    plain,
-    lambda draw, step: (draw.rows(1, 4, grad=True).expand(3, 4),),
-)
-case("overlapping input", plain, lambda draw, step: (draw.rows(8).as_strided((3, 4), (2, 1)),))
+for name, parts in {
+    "a float that is another in every call": (
+        lambda m, x, s: m.linear(x) * s,
+        lambda draw, step: (draw.rows(), step / 7),
+    ),
+    "a 0-d tensor that is another in every call": (
+        lambda m, x, s: m.linear(x) * s,
+        lambda draw, step: (draw.rows(), draw.rows(1)[0]),
+    ),
+    "a function": (lambda m, x, f: f(m.linear(x)), alternate(torch.tanh, torch.sigmoid)),
+    "a new lambda in every call": (
+        lambda m, x, f: f(m.linear(x)),
+        lambda draw, step: (draw.rows(), lambda y, step=step: y * (1 + step)),
+    ),
+    "a generator": (lambda m, xs: m.linear(next(xs)), lambda draw, step: (iter([draw.rows()]),)),
+    "a numpy array": (
+        lambda m, x, a: m.linear(x) * float(a.sum()),
+        lambda draw, step: (draw.rows(), _array(step)),
+    ),
+    "shapes that change": (plain, lambda draw, step: (draw.rows(2 + step % 3, 4),)),
+    "rank that changes": (plain, lambda draw, step: (draw.rows(*(2, 3, 4)[step % 2 :]),)),
+    "dtype that changes": (
+        lambda m, x: m.linear(x.float()),
+        lambda draw, step: (draw.rows(dtype=torch.float64 if step % 2 else torch.float32),),
+    ),
+    "requires grad in turns": (plain, lambda draw, step: (draw.rows(grad=step % 2 == 0),)),
+    "no rows": (plain, lambda draw, step: (draw.rows(0, 4) if step % 2 else draw.rows(),)),
+    "always no rows": (plain, lambda draw, step: (draw.rows(0, 4),)),
+    "attribute of an input": (
+        lambda m, x: m.linear(x) * getattr(x, "scale", 1.0),
+        lambda draw, step: (_marked(draw),),
+    ),
+    "0-d input": (
+        lambda m, x, s: m.linear(x) * s,
+        lambda draw, step: (draw.rows(), draw.rows(1).squeeze(0)),
+    ),
+    "transposed input": (plain, lambda draw, step: (draw.rows(4, 3).t(),)),
+    "transposed input with a gradient": (
+        plain,
+        lambda draw, step: (draw.rows(4, 3).t().requires_grad_(),),
+    ),
+    "transposed in turns": (
+        lambda m, x: m.linear(x).reshape(-1).view(4, 3),
+        lambda draw, step: (draw.rows(4, 3).t() if step % 2 else draw.rows(),),
+    ),
+    "strided input": (plain, lambda draw, step: (draw.rows(3, 8)[:, ::2],)),
+    "expanded input": (plain, lambda draw, step: (draw.rows(1, 4).expand(3, 4),)),
+    "expanded input with a gradient": (
+        plain,
+        lambda draw, step: (draw.rows(1, 4, grad=True).expand(3, 4),),
+    ),
+    "overlapping input": (plain, lambda draw, step: (draw.rows(8).as_strided((3, 4), (2, 1)),)),
+}.items():
+    case(name, *parts)
 case(
     "view at an odd offset",
     plain,
     lambda draw, step: (draw.rows(13)[1:].view(3, 4),),
     documented=ALIGNMENT,
 )
-case("the same tensor twice", two, lambda draw, step: (draw.rows(),) * 2)
-case("the same leaf twice", two, lambda draw, step: (draw.rows(grad=True),) * 2)
-case(
-    "the same leaf twice, in turns",
-    two,
-    lambda draw, step: (
-        (draw.rows(grad=True),) * 2 if step % 2 else (draw.rows(grad=True), draw.rows(grad=True))
+for name, parts in {
+    "the same tensor twice": (two, lambda draw, step: (draw.rows(),) * 2),
+    "the same leaf twice": (two, lambda draw, step: (draw.rows(grad=True),) * 2),
+    "the same leaf twice, in turns": (
+        two,
+        lambda draw, step: (
+            (draw.rows(grad=True),) * 2
+            if step % 2
+            else (draw.rows(grad=True), draw.rows(grad=True))
+        ),
     ),
-)
-case("two views of one tensor", two, lambda draw, step: tuple(draw.rows(6, 4).split(3)))
-case("two views of one leaf", two, lambda draw, step: tuple(draw.rows(6, 4, grad=True).split(3)))
-case("overlapping views", two, lambda draw, step: (lambda t: (t[:3], t[1:]))(draw.rows(4, 4)))
-case(
-    "overlapping views, one written",
-    lambda m, x, y: m.linear(x.add_(1.0)) * y,
-    lambda draw, step: (lambda t: (t[:3], t[1:]))(draw.rows(4, 4)),
-)
-case(
-    "an input and its transpose",
-    lambda m, x, y: m.linear(x) @ y,
-    lambda draw, step: (lambda t: (t, t.t()))(draw.rows()),
-)
+    "two views of one tensor": (two, lambda draw, step: tuple(draw.rows(6, 4).split(3))),
+    "two views of one leaf": (two, lambda draw, step: tuple(draw.rows(6, 4, grad=True).split(3))),
+    "overlapping views": (two, lambda draw, step: (lambda t: (t[:3], t[1:]))(draw.rows(4, 4))),
+    "overlapping views, one written": (
+        lambda m, x, y: m.linear(x.add_(1.0)) * y,
+        lambda draw, step: (lambda t: (t[:3], t[1:]))(draw.rows(4, 4)),
+    ),
+    "an input and its transpose": (
+        lambda m, x, y: m.linear(x) @ y,
+        lambda draw, step: (lambda t: (t, t.t()))(draw.rows()),
+    ),
+}.items():
+    case(name, *parts)
 case(
     "input written in place",
     lambda m, x: m.linear(x.mul_(2.0)),
@@ -220,20 +211,22 @@ case(
     one_grad,
     call=lambda m, a: (lambda h: (m(h), h * 1.0))(a[0] * 1.0),
 )
-case(
-    "input's metadata changed", lambda m, x: m.linear(x.t_()), lambda draw, step: (draw.rows(4, 3),)
-)
-case("input detached", lambda m, x: m.linear(x.detach()) + m.linear(x) * 0.5, one_grad)
-case(
-    "input's requires_grad asked",
-    lambda m, x: m.linear(x) * (2.0 if x.requires_grad else 1.0),
-    lambda draw, step: (draw.rows(grad=step % 3 == 0),),
-)
-case(
-    "input's is_leaf asked",
-    lambda m, x: m.linear(x) * (2.0 if x.is_leaf else 1.0),
-    lambda draw, step: (draw.rows(grad=True) * 1.0 if step % 2 else draw.rows(grad=True),),
-)
+for name, parts in {
+    "input's metadata changed": (
+        lambda m, x: m.linear(x.t_()),
+        lambda draw, step: (draw.rows(4, 3),),
+    ),
+    "input detached": (lambda m, x: m.linear(x.detach()) + m.linear(x) * 0.5, one_grad),
+    "input's requires_grad asked": (
+        lambda m, x: m.linear(x) * (2.0 if x.requires_grad else 1.0),
+        lambda draw, step: (draw.rows(grad=step % 3 == 0),),
+    ),
+    "input's is_leaf asked": (
+        lambda m, x: m.linear(x) * (2.0 if x.is_leaf else 1.0),
+        lambda draw, step: (draw.rows(grad=True) * 1.0 if step % 2 else draw.rows(grad=True),),
+    ),
+}.items():
+    case(name, *parts)
 case(
     "input's grad read in forward",
     lambda m, x: m.linear(x) + (0.0 if x.grad is None else x.grad),
@@ -247,66 +240,61 @@ case(
     one_grad,
     call=lambda m, a: m(a[0].exp()),
 )
-case(
-    "input unused",
-    lambda m, x, y: m.linear(x),
-    lambda draw, step: (draw.rows(), draw.rows(grad=True)),
-)
-case(
-    "input only in a shape",
-    lambda m, x, y: m.linear(x) * y.shape[0],
-    lambda draw, step: (draw.rows(), draw.rows(2 + step % 2)),
-)
-case("input's value on the host", lambda m, x: m.linear(x) * float(x[0, 0]), one)
-case("input's value in a branch", lambda m, x: m.linear(x) if x.sum() > 0 else m.linear(x) * 3, one)
-case(
-    "input's value picks a layer",
-    lambda m, x, n: m.linear(x) if int(n) % 2 else m.linear(m.linear(x)),
-    lambda draw, step: (draw.rows(), torch.tensor(step, device=draw.device)),
-)
-case(
-    "length on the host",
-    lambda m, x, n: m.linear(x)[: int(n)],
-    lambda draw, step: (draw.rows(), torch.tensor(1 + step % 3, device=draw.device)),
-)
-case("mask picks rows", lambda m, x: m.linear(x)[x[:, 0] > 0].sum(), one)
-case(
-    "nonzero",
-    lambda m, x: m.linear(x).reshape(-1)[torch.nonzero(x.reshape(-1) > 0)[:, 0]].sum(),
-    one,
-)
-case(
-    "input tensor of a sparse layout",
-    lambda m, x, s: s @ m.linear(x),
-    lambda draw, step: (draw.rows(), torch.eye(3, device=draw.device).to_sparse()),
-)
-case(
-    "int inputs",
-    lambda m, x, i: m.linear(x).index_select(0, i),
-    lambda draw, step: (draw.rows(), draw.ids(5, words=3)),
-)
-case(
-    "bool input",
-    lambda m, x, k: m.linear(x).masked_fill(k, 0.0),
-    lambda draw, step: (draw.rows(), draw.rows() > 0),
-)
-case(
-    "input on the CPU",
-    lambda m, x, c: m.linear(x) * c.to(x.device),
-    lambda draw, step: (draw.rows(), draw.rows(4).cpu()),
-)
-case(
-    "CPU scalar tensor",
-    lambda m, x, c: m.linear(x) * c,
-    lambda draw, step: (draw.rows(), torch.tensor(1.0 + step)),
-)
-case(
-    "nested tensor",
-    lambda m, x: m.linear(x).values() if hasattr(x, "values") else m.linear(x),
-    lambda draw, step: (
-        torch.nested.nested_tensor([draw.rows(2, 4), draw.rows(3, 4)], layout=torch.jagged),
+for name, parts in {
+    "input unused": (
+        lambda m, x, y: m.linear(x),
+        lambda draw, step: (draw.rows(), draw.rows(grad=True)),
     ),
-)
+    "input only in a shape": (
+        lambda m, x, y: m.linear(x) * y.shape[0],
+        lambda draw, step: (draw.rows(), draw.rows(2 + step % 2)),
+    ),
+    "input's value on the host": (lambda m, x: m.linear(x) * float(x[0, 0]), one),
+    "input's value in a branch": (
+        lambda m, x: m.linear(x) if x.sum() > 0 else m.linear(x) * 3,
+        one,
+    ),
+    "input's value picks a layer": (
+        lambda m, x, n: m.linear(x) if int(n) % 2 else m.linear(m.linear(x)),
+        lambda draw, step: (draw.rows(), torch.tensor(step, device=draw.device)),
+    ),
+    "length on the host": (
+        lambda m, x, n: m.linear(x)[: int(n)],
+        lambda draw, step: (draw.rows(), torch.tensor(1 + step % 3, device=draw.device)),
+    ),
+    "mask picks rows": (lambda m, x: m.linear(x)[x[:, 0] > 0].sum(), one),
+    "nonzero": (
+        lambda m, x: m.linear(x).reshape(-1)[torch.nonzero(x.reshape(-1) > 0)[:, 0]].sum(),
+        one,
+    ),
+    "input tensor of a sparse layout": (
+        lambda m, x, s: s @ m.linear(x),
+        lambda draw, step: (draw.rows(), torch.eye(3, device=draw.device).to_sparse()),
+    ),
+    "int inputs": (
+        lambda m, x, i: m.linear(x).index_select(0, i),
+        lambda draw, step: (draw.rows(), draw.ids(5, words=3)),
+    ),
+    "bool input": (
+        lambda m, x, k: m.linear(x).masked_fill(k, 0.0),
+        lambda draw, step: (draw.rows(), draw.rows() > 0),
+    ),
+    "input on the CPU": (
+        lambda m, x, c: m.linear(x) * c.to(x.device),
+        lambda draw, step: (draw.rows(), draw.rows(4).cpu()),
+    ),
+    "CPU scalar tensor": (
+        lambda m, x, c: m.linear(x) * c,
+        lambda draw, step: (draw.rows(), torch.tensor(1.0 + step)),
+    ),
+    "nested tensor": (
+        lambda m, x: m.linear(x).values() if hasattr(x, "values") else m.linear(x),
+        lambda draw, step: (
+            torch.nested.nested_tensor([draw.rows(2, 4), draw.rows(3, 4)], layout=torch.jagged),
+        ),
+    ),
+}.items():
+    case(name, *parts)
 case(
     "parameter as an input",
     lambda m, x, w: functional.linear(m.linear(x), w),
@@ -332,38 +320,33 @@ case("inputs under no_grad in turns", plain, one_grad, call=lambda m, a: _maybe_
 case("inference tensor", plain, lambda draw, step: (_inference(draw),))
 case("subclass of Tensor", plain, lambda draw, step: (draw.rows().as_subclass(_Subclass),))
 
-add(
-    "last bits",
-    "input twice inside and twice outside",
-    lambda: Own(lambda m, x: m.linear(x) * x),
-    one_grad,
-    call=lambda m, a: (m(a[0]) + a[0].exp(), a[0] * 2),
-    documented=INPUT_TWICE,
-)
-add(
-    "last bits",
-    "input three times inside and once outside",
-    lambda: Own(lambda m, x: m.linear(x) * x + x.sin()),
-    one_grad,
-    call=lambda m, a: m(a[0]) * a[0],
-    documented=INPUT_TWICE,
-)
-add(
-    "last bits",
-    "input twice inside, non-leaf used outside before and after",
-    lambda: Own(lambda m, x: m.linear(x) * x),
-    one_grad,
-    call=lambda m, a: (lambda h: h.cos() + m(h) + h.tanh())(a[0].exp()),
-    documented=INPUT_TWICE,
-)
-add(
-    "last bits",
-    "input in two calls",
-    lambda: Own(lambda m, x: m.linear(x) * x),
-    one_grad,
-    call=lambda m, a: m(a[0]) + m(a[0]),
-    documented=INPUT_TWICE,
-)
+for name, (make, given, call, documented) in {
+    "input twice inside and twice outside": (
+        lambda: Own(lambda m, x: m.linear(x) * x),
+        one_grad,
+        lambda m, a: (m(a[0]) + a[0].exp(), a[0] * 2),
+        INPUT_TWICE,
+    ),
+    "input three times inside and once outside": (
+        lambda: Own(lambda m, x: m.linear(x) * x + x.sin()),
+        one_grad,
+        lambda m, a: m(a[0]) * a[0],
+        INPUT_TWICE,
+    ),
+    "input twice inside, non-leaf used outside before and after": (
+        lambda: Own(lambda m, x: m.linear(x) * x),
+        one_grad,
+        lambda m, a: (lambda h: h.cos() + m(h) + h.tanh())(a[0].exp()),
+        INPUT_TWICE,
+    ),
+    "input in two calls": (
+        lambda: Own(lambda m, x: m.linear(x) * x),
+        one_grad,
+        lambda m, a: m(a[0]) + m(a[0]),
+        INPUT_TWICE,
+    ),
+}.items():
+    add("last bits", name, make, given, call=call, documented=documented)
 
 
 class _Subclass(torch.Tensor):

@@ -100,21 +100,20 @@ between(
     ),
     observe=lambda m: len(m.__dict__.get("count", [])),
 )
-between("another forward", lambda m, loss, outputs, arguments: m(arguments[0]))
-between(
-    "another forward and backward",
-    lambda m, loss, outputs, arguments: m(arguments[0]).sum().backward(),
-)
-between("an evaluation", lambda m, loss, outputs, arguments: (m.eval(), m(arguments[0]), m.train()))
-between("random numbers are drawn", lambda m, loss, outputs, arguments: torch.rand(3))
-between("seeded", lambda m, loss, outputs, arguments: torch.manual_seed(1))
-between("a step of descent", quietly(lambda m: [p.sub_(0.01) for p in m.parameters()]))
-between(
-    "the input gets a gradient",
-    lambda m, loss, outputs, arguments: setattr(
+for name, function in {
+    "another forward": lambda m, loss, outputs, arguments: m(arguments[0]),
+    "another forward and backward": lambda m, loss, outputs, arguments: (
+        m(arguments[0]).sum().backward()
+    ),
+    "an evaluation": lambda m, loss, outputs, arguments: (m.eval(), m(arguments[0]), m.train()),
+    "random numbers are drawn": lambda m, loss, outputs, arguments: torch.rand(3),
+    "seeded": lambda m, loss, outputs, arguments: torch.manual_seed(1),
+    "a step of descent": quietly(lambda m: [p.sub_(0.01) for p in m.parameters()]),
+    "the input gets a gradient": lambda m, loss, outputs, arguments: setattr(
         arguments[0], "grad", torch.ones_like(arguments[0])
     ),
-)
+}.items():
+    between(name, function)
 between(
     "retain_grad on the output",
     lambda m, loss, outputs, arguments: (outputs.retain_grad(), m.__dict__.update(out=outputs)),
@@ -219,31 +218,24 @@ def _weight_tangent(m, arguments):
         ) if tangent is None else tangent.detach().clone()
 
 
-add(GROUP, "forward-mode tangent of a weight", model, one, call=_weight_tangent)
-add(GROUP, "forward-mode tangent of the input", model, one, call=_forward_mode)
-add(
-    GROUP,
-    "torch.func.jvp",
-    model,
-    one,
-    call=lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)),
-)
-add(GROUP, "torch.func.vjp", model, one, call=lambda m, a: _vjp(m, a[0]))
-add(
-    GROUP,
-    "torch.func.grad",
-    model,
-    one,
-    call=lambda m, a: torch.func.grad(lambda x: m(x).sum())(a[0]),
-)
-add(GROUP, "torch.func.vmap", model, one, call=lambda m, a: torch.func.vmap(m)(a[0][:, None]))
-add(
-    GROUP,
-    "torch.func.functional_call of other weights",
-    model,
-    one,
-    call=lambda m, a: torch.func.functional_call(m, {"linear.weight": m.linear.weight * 2}, a),
-)
+for name, (make, given, call) in {
+    "forward-mode tangent of a weight": (model, one, _weight_tangent),
+    "forward-mode tangent of the input": (model, one, _forward_mode),
+    "torch.func.jvp": (
+        model,
+        one,
+        lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)),
+    ),
+    "torch.func.vjp": (model, one, lambda m, a: _vjp(m, a[0])),
+    "torch.func.grad": (model, one, lambda m, a: torch.func.grad(lambda x: m(x).sum())(a[0])),
+    "torch.func.vmap": (model, one, lambda m, a: torch.func.vmap(m)(a[0][:, None])),
+    "torch.func.functional_call of other weights": (
+        model,
+        one,
+        lambda m, a: torch.func.functional_call(m, {"linear.weight": m.linear.weight * 2}, a),
+    ),
+}.items():
+    add(GROUP, name, make, given, call=call)
 add(
     GROUP,
     "detect_anomaly",
@@ -283,69 +275,57 @@ add(
         else loss.backward()
     ),
 )
-add(
-    GROUP,
-    "saved-tensor hooks",
-    model,
-    one_grad,
-    call=lambda m, a: _within(
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2), lambda: m(*a)
+for name, (make, given, call) in {
+    "saved-tensor hooks": (
+        model,
+        one_grad,
+        lambda m, a: _within(
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2),
+            lambda: m(*a),
+        ),
     ),
-)
-add(
-    GROUP,
-    "saved tensors to the host",
-    model,
-    one_grad,
-    call=lambda m, a: _within(torch.autograd.graph.save_on_cpu(), lambda: m(*a)),
-)
-add(
-    GROUP,
-    "mutation of saved tensors allowed",
-    model,
-    one_grad,
-    call=lambda m, a: _within(
-        torch.autograd.graph.allow_mutation_on_saved_tensors(), lambda: m(*a) * 1.0
+    "saved tensors to the host": (
+        model,
+        one_grad,
+        lambda m, a: _within(torch.autograd.graph.save_on_cpu(), lambda: m(*a)),
     ),
-)
-add(
-    GROUP,
-    "dispatch mode around the call",
-    model,
-    one_grad,
-    call=lambda m, a: _within(_Doubling(), lambda: m(*a)),
-)
-add(
-    GROUP,
-    "function mode around the call",
-    model,
-    one_grad,
-    call=lambda m, a: _within(_TanhIsSigmoid(), lambda: m(*a)),
-)
-add(
-    GROUP,
-    "profiler around the call",
-    model,
-    one_grad,
-    call=lambda m, a: _within(torch.profiler.profile(), lambda: m(*a)),
-)
-add(
-    GROUP,
-    "checkpointed",
-    model,
-    one_grad,
-    call=lambda m, a: torch.utils.checkpoint.checkpoint(m, *a, use_reentrant=False),
-)
-add(
-    GROUP,
-    "checkpointed, reentrant",
-    model,
-    one_grad,
-    call=lambda m, a: torch.utils.checkpoint.checkpoint(m, *a, use_reentrant=True),
-)
-add(GROUP, "inside a custom Function", model, one_grad, call=lambda m, a: _Inside.apply(a[0], m))
-add(GROUP, "backward inside a hook", model, one_grad, call=lambda m, a: _backward_in_hook(m, a[0]))
-add(GROUP, "forward inside a hook", model, one_grad, call=lambda m, a: _forward_in_hook(m, a[0]))
+    "mutation of saved tensors allowed": (
+        model,
+        one_grad,
+        lambda m, a: _within(
+            torch.autograd.graph.allow_mutation_on_saved_tensors(), lambda: m(*a) * 1.0
+        ),
+    ),
+    "dispatch mode around the call": (
+        model,
+        one_grad,
+        lambda m, a: _within(_Doubling(), lambda: m(*a)),
+    ),
+    "function mode around the call": (
+        model,
+        one_grad,
+        lambda m, a: _within(_TanhIsSigmoid(), lambda: m(*a)),
+    ),
+    "profiler around the call": (
+        model,
+        one_grad,
+        lambda m, a: _within(torch.profiler.profile(), lambda: m(*a)),
+    ),
+    "checkpointed": (
+        model,
+        one_grad,
+        lambda m, a: torch.utils.checkpoint.checkpoint(m, *a, use_reentrant=False),
+    ),
+    "checkpointed, reentrant": (
+        model,
+        one_grad,
+        lambda m, a: torch.utils.checkpoint.checkpoint(m, *a, use_reentrant=True),
+    ),
+    "inside a custom Function": (model, one_grad, lambda m, a: _Inside.apply(a[0], m)),
+    "backward inside a hook": (model, one_grad, lambda m, a: _backward_in_hook(m, a[0])),
+    "forward inside a hook": (model, one_grad, lambda m, a: _forward_in_hook(m, a[0])),
+}.items():
+    add(GROUP, name, make, given, call=call)
 
 
 def _vjp(m, x):

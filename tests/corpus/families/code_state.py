@@ -112,54 +112,50 @@ def setter(name, value):
     return lambda m: globals().__setitem__(name, value)
 
 
-case("global number", lambda m, x: m.linear(x) * SCALE, setter("SCALE", 2.0))
-case("global number, in a function called", lambda m, x: nested(m.linear(x)), setter("SCALE", 2.0))
-case("global dict", lambda m, x: m.linear(x) * TABLE["scale"], lambda m: TABLE.update(scale=2.0))
-case("global list", lambda m, x: m.linear(x) * ITEMS[0], lambda m: ITEMS.__setitem__(0, 2.0))
-case(
-    "global object",
-    lambda m, x: m.linear(x) * SETTINGS.scale,
-    lambda m: setattr(SETTINGS, "scale", 2.0),
-)
-case(
-    "global object, two levels",
-    lambda m, x: m.linear(x) * SETTINGS.deep.scale,
-    lambda m: setattr(SETTINGS.deep, "scale", 2.0),
-)
-case(
-    "global tensor replaced",
-    lambda m, x: m.linear(x) * SHIFT.to(x.device),
-    setter("SHIFT", torch.full((4,), 2.0)),
-)
-case(
-    "global tensor in place", lambda m, x: m.linear(x) * SHIFT.to(x.device), lambda m: SHIFT.mul_(2)
-)
-case(
-    "global list of a tensor, replaced",
-    lambda m, x: m.linear(x) * MASK[0].to(x.device),
-    lambda m: MASK.__setitem__(0, torch.full((4,), 3.0)),
-)
-case("global function replaced", lambda m, x: helper(m.linear(x)), setter("helper", second_helper))
-case(
-    "global activation replaced",
-    lambda m, x: activation(m.linear(x)),
-    setter("activation", torch.sigmoid),
-)
-case(
-    "default of an argument",
-    lambda m, x: defaults(m.linear(x)),
-    lambda m: setattr(defaults, "__defaults__", (2.0,)),
-)
-case(
-    "attribute of a function",
-    lambda m, x: attributed(m.linear(x)),
-    lambda m: setattr(attributed, "scale", 2.0),
-)
-case(
-    "environment variable",
-    lambda m, x: m.linear(x) * float(os.environ["PACKGRAPH_CORPUS_SCALE"]),
-    lambda m: os.environ.__setitem__("PACKGRAPH_CORPUS_SCALE", "2.0"),
-)
+for name, parts in {
+    "global number": (lambda m, x: m.linear(x) * SCALE, setter("SCALE", 2.0)),
+    "global number, in a function called": (lambda m, x: nested(m.linear(x)), setter("SCALE", 2.0)),
+    "global dict": (lambda m, x: m.linear(x) * TABLE["scale"], lambda m: TABLE.update(scale=2.0)),
+    "global list": (lambda m, x: m.linear(x) * ITEMS[0], lambda m: ITEMS.__setitem__(0, 2.0)),
+    "global object": (
+        lambda m, x: m.linear(x) * SETTINGS.scale,
+        lambda m: setattr(SETTINGS, "scale", 2.0),
+    ),
+    "global object, two levels": (
+        lambda m, x: m.linear(x) * SETTINGS.deep.scale,
+        lambda m: setattr(SETTINGS.deep, "scale", 2.0),
+    ),
+    "global tensor replaced": (
+        lambda m, x: m.linear(x) * SHIFT.to(x.device),
+        setter("SHIFT", torch.full((4,), 2.0)),
+    ),
+    "global tensor in place": (
+        lambda m, x: m.linear(x) * SHIFT.to(x.device),
+        lambda m: SHIFT.mul_(2),
+    ),
+    "global list of a tensor, replaced": (
+        lambda m, x: m.linear(x) * MASK[0].to(x.device),
+        lambda m: MASK.__setitem__(0, torch.full((4,), 3.0)),
+    ),
+    "global function replaced": (lambda m, x: helper(m.linear(x)), setter("helper", second_helper)),
+    "global activation replaced": (
+        lambda m, x: activation(m.linear(x)),
+        setter("activation", torch.sigmoid),
+    ),
+    "default of an argument": (
+        lambda m, x: defaults(m.linear(x)),
+        lambda m: setattr(defaults, "__defaults__", (2.0,)),
+    ),
+    "attribute of a function": (
+        lambda m, x: attributed(m.linear(x)),
+        lambda m: setattr(attributed, "scale", 2.0),
+    ),
+    "environment variable": (
+        lambda m, x: m.linear(x) * float(os.environ["PACKGRAPH_CORPUS_SCALE"]),
+        lambda m: os.environ.__setitem__("PACKGRAPH_CORPUS_SCALE", "2.0"),
+    ),
+}.items():
+    case(name, *parts)
 for reading, value in (
     ("getenv by name", lambda: getenv("PACKGRAPH_CORPUS_SCALE")),
     ("environ by name", lambda: environ["PACKGRAPH_CORPUS_SCALE"]),
@@ -173,53 +169,31 @@ for reading, value in (
         lambda m: os.environ.__setitem__("PACKGRAPH_CORPUS_SCALE", "2.0"),
     )
 case("code of a function exchanged", lambda m, x: helper(m.linear(x)), lambda m: _exchange_code())
-add(GROUP, "class attribute", classy, mutate=lambda m: setattr(Classy, "scale", 2.0))
-add(GROUP, "class attribute of a base", classy, mutate=lambda m: setattr(Base, "inherited", 2.0))
-add(
-    GROUP, "class attribute, inside a dict", classy, mutate=lambda m: Classy.table.update(scale=2.0)
-)
-add(
-    GROUP,
-    "class attribute shadowed on the module",
-    classy,
-    mutate=lambda m: setattr(m, "scale", 2.0),
-)
-add(
-    GROUP,
-    "static method of the class",
-    classy,
-    mutate=lambda m: setattr(Classy, "factor", staticmethod(lambda: 2.0)),
-)
-add(
-    GROUP,
-    "method of the class",
-    classy,
-    mutate=lambda m: setattr(Classy, "method", lambda self, x: x * 2),
-)
-add(
-    GROUP,
-    "method of the module patched",
-    classy,
-    mutate=lambda m: setattr(m, "method", lambda x: x * 2),
-)
-add(
-    GROUP,
-    "forward of a child patched",
-    lambda: Own(lambda m, x: m.child(m.linear(x)), child=nn.Linear(4, 4)),
-    mutate=lambda m: setattr(m.child, "forward", lambda x: x * 3),
-)
-add(
-    GROUP,
-    "forward of a child's class patched",
-    lambda: _patched_class(),
-    mutate=lambda m: setattr(type(m.child), "forward", lambda self, x: x * 3),
-)
-add(
-    GROUP,
-    "__class__ of a child",
-    lambda: _patched_class(),
-    mutate=lambda m: setattr(m.child, "__class__", _Other),
-)
+for name, (make, mutate) in {
+    "class attribute": (classy, lambda m: setattr(Classy, "scale", 2.0)),
+    "class attribute of a base": (classy, lambda m: setattr(Base, "inherited", 2.0)),
+    "class attribute, inside a dict": (classy, lambda m: Classy.table.update(scale=2.0)),
+    "class attribute shadowed on the module": (classy, lambda m: setattr(m, "scale", 2.0)),
+    "static method of the class": (
+        classy,
+        lambda m: setattr(Classy, "factor", staticmethod(lambda: 2.0)),
+    ),
+    "method of the class": (classy, lambda m: setattr(Classy, "method", lambda self, x: x * 2)),
+    "method of the module patched": (classy, lambda m: setattr(m, "method", lambda x: x * 2)),
+    "forward of a child patched": (
+        lambda: Own(lambda m, x: m.child(m.linear(x)), child=nn.Linear(4, 4)),
+        lambda m: setattr(m.child, "forward", lambda x: x * 3),
+    ),
+    "forward of a child's class patched": (
+        lambda: _patched_class(),
+        lambda m: setattr(type(m.child), "forward", lambda self, x: x * 3),
+    ),
+    "__class__ of a child": (
+        lambda: _patched_class(),
+        lambda m: setattr(m.child, "__class__", _Other),
+    ),
+}.items():
+    add(GROUP, name, make, mutate=mutate)
 
 
 def _exchange_code():

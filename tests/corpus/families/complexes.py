@@ -113,19 +113,20 @@ for label, inputs in {
     "imaginary part as an input": lambda draw, step: (conjugated(draw, step)[0].imag,),
 }.items():
     case(label, lambda m, x: x @ m.w.to(x.dtype) if x.is_complex() else m.linear(x), inputs)
-case(
-    "conjugated in turns",
-    lambda m, x: x @ m.w,
-    lambda draw, step: (conjugated if step % 2 else complexes)(draw, step),
-)
-case(
-    "conjugated leaf",
-    lambda m, x: x @ m.w,
-    lambda draw, step: (conjugated(draw, step)[0].requires_grad_(),),
-)
-case("conj of an input returned", lambda m, x: (x @ m.w, x.conj()), complex_leaves)
-case("conj of a weight returned", lambda m, x: (m.linear(x), m.w.conj()), one)
-case("imag of a weight returned", lambda m, x: (m.linear(x), m.w.imag), one)
+for name, parts in {
+    "conjugated in turns": (
+        lambda m, x: x @ m.w,
+        lambda draw, step: (conjugated if step % 2 else complexes)(draw, step),
+    ),
+    "conjugated leaf": (
+        lambda m, x: x @ m.w,
+        lambda draw, step: (conjugated(draw, step)[0].requires_grad_(),),
+    ),
+    "conj of an input returned": (lambda m, x: (x @ m.w, x.conj()), complex_leaves),
+    "conj of a weight returned": (lambda m, x: (m.linear(x), m.w.conj()), one),
+    "imag of a weight returned": (lambda m, x: (m.linear(x), m.w.imag), one),
+}.items():
+    case(name, *parts)
 case(
     "conjugated buffer",
     lambda m, x: (m.linear(x) * m.spectrum).real,
@@ -142,26 +143,22 @@ case(
     prepare=lambda m: setattr(m, "held", torch.exp(1j * torch.arange(4.0)).to(m.w.device).conj()),
     mutate=lambda m: setattr(m, "held", m.held * 2),
 )
-case(
-    "loss is the real part",
-    lambda m, x: z(m, x).conj(),
-    loss=lambda out: (out * out.conj()).real.sum(),
-)
-case(
-    "loss of the imaginary part",
-    lambda m, x: z(m, x).conj(),
-    loss=lambda out: out.imag.square().sum(),
-)
-case(
-    "gradient arrives conjugated",
-    lambda m, x: z(m, x),
-    loss=lambda out: (out.conj() * 1j).real.sum(),
-)
-case(
-    "two outputs conjugated differently",
-    lambda m, x: (lambda u: (u.conj(), u * 1j))(z(m, x)),
-    loss=lambda out: (out[0].conj() * out[1]).real.sum(),
-)
+for name, (function, loss) in {
+    "loss is the real part": (
+        lambda m, x: z(m, x).conj(),
+        lambda out: (out * out.conj()).real.sum(),
+    ),
+    "loss of the imaginary part": (
+        lambda m, x: z(m, x).conj(),
+        lambda out: out.imag.square().sum(),
+    ),
+    "gradient arrives conjugated": (lambda m, x: z(m, x), lambda out: (out.conj() * 1j).real.sum()),
+    "two outputs conjugated differently": (
+        lambda m, x: (lambda u: (u.conj(), u * 1j))(z(m, x)),
+        lambda out: (out[0].conj() * out[1]).real.sum(),
+    ),
+}.items():
+    case(name, function, loss=loss)
 case(
     "double backward friendly phases", lambda m, x: torch.exp(1j * m.phase) * m.linear(x), one_grad
 )

@@ -51,209 +51,180 @@ def summed(tensors):
     return sum((t.square().mean() for t in tensors), torch.zeros(()))
 
 
-leave(
-    "auxiliary loss on a global list",
-    lambda m, h: AUX.append(h.square().mean()),
-    lambda m: len(AUX),
-    lambda m: sum(AUX),
-)
-leave(
-    "hidden values on a global list",
-    lambda m, h: AUX.append(h),
-    lambda m: len(AUX),
-    lambda m: summed(AUX),
-)
-leave(
-    "detached values on a global list",
-    lambda m, h: AUX.append(h.detach()),
-    lambda m: [t.clone() for t in AUX],
-)
-leave("a number on a global list", lambda m, h: AUX.append(3), lambda m: len(AUX))
-leave(
-    "a number of a tensor on a global list",
-    lambda m, h: AUX.append(float(h.detach().sum())),
-    lambda m: list(AUX),
-)
-leave(
-    "a global object's attribute",
-    lambda m, h: setattr(BOX, "value", h.square().mean()),
-    lambda m: BOX.value,
-    lambda m: BOX.value,
-)
-leave(
-    "a held object's attribute",
-    lambda m, h: setattr(m.held, "value", h.square().mean()),
-    lambda m: m.held.value,
-    lambda m: m.held.value,
-)
-leave(
-    "the module's attribute",
-    lambda m, h: setattr(m, "aux", h.square().mean()),
-    lambda m: m.aux,
-    lambda m: m.aux,
-)
-leave(
-    "the module's attribute, detached", lambda m, h: setattr(m, "aux", h.detach()), lambda m: m.aux
-)
-leave(
-    "a child's attribute",
-    lambda m, h: setattr(m.other, "aux", h.square().mean()),
-    lambda m: m.other.aux,
-    lambda m: m.other.aux,
-)
-leave(
-    "the module's __dict__",
-    lambda m, h: m.__dict__.update(aux=h.square().mean()),
-    lambda m: m.aux,
-    lambda m: m.aux,
-)
-leave(
-    "a list of the module",
-    lambda m, h: (m.box.clear(), m.box.append(h.mean())),
-    lambda m: list(m.box),
-    lambda m: m.box[0],
-)
-leave(
-    "a global dict",
-    lambda m, h: TABLE.update(h=h.mean()),
-    lambda m: dict(TABLE),
-    lambda m: TABLE["h"],
-)
-leave(
-    "a class attribute",
-    lambda m, h: setattr(type(m), "aux", h.mean()),
-    lambda m: Own.aux,
-    lambda m: Own.aux,
-)
-leave(
-    "a function's attribute",
-    lambda m, h: setattr(summed, "aux", h.mean()),
-    lambda m: summed.aux,
-    lambda m: summed.aux,
-)
-leave(
-    "a tensor's attribute",
-    lambda m, h: setattr(m.linear.weight, "aux", h.mean()),
-    lambda m: m.linear.weight.aux,
-    lambda m: m.linear.weight.aux,
-)
-leave(
-    "a tuple in a global dict",
-    lambda m, h: TABLE.update(h=(h.mean(), 1)),
-    lambda m: TABLE["h"],
-    lambda m: TABLE["h"][0],
-)
-leave(
-    "a closure",
-    lambda m, h: TABLE.update(f=lambda: h.mean()),
-    lambda m: TABLE["f"](),
-    lambda m: TABLE["f"](),
-)
-leave(
-    "a weak reference to an output's part",
-    lambda m, h: TABLE.update(h=weakref.ref(h)),
-    lambda m: TABLE["h"]() is None,
-)
-leave("the graph's node", lambda m, h: TABLE.update(h=h.grad_fn), lambda m: TABLE["h"].name())
-leave(
-    "a reference cycle",
-    lambda m, h: TABLE.update(
-        h=(lambda loop: (loop.append(loop), loop.append(h.mean()), loop)[2])([])
+for name, parts in {
+    "auxiliary loss on a global list": (
+        lambda m, h: AUX.append(h.square().mean()),
+        lambda m: len(AUX),
+        lambda m: sum(AUX),
     ),
-    lambda m: TABLE["h"][1],
-    lambda m: TABLE["h"][1],
-)
-leave(
-    "an exception that is kept",
-    lambda m, h: TABLE.update(e=_kept_exception(h)),
-    lambda m: TABLE["e"].args[0],
-)
-leave("the input is kept", lambda m, h: TABLE.update(w=m.linear.weight), lambda m: TABLE["w"])
-leave(
-    "written into a global tensor",
-    lambda m, h: TABLE.setdefault("sum", torch.zeros_like(h)).add_(h.detach()),
-    lambda m: TABLE["sum"].clone(),
-)
-leave("written into a held tensor", lambda m, h: _into_held(m, h), lambda m: m.held.value.clone())
-leave(
-    "counted on the host", lambda m, h: TABLE.update(n=TABLE.get("n", 0) + 1), lambda m: TABLE["n"]
-)
-leave(
-    "counted in an object",
-    lambda m, h: setattr(m.held, "n", getattr(m.held, "n", 0) + 1),
-    lambda m: m.held.n,
-)
-leave(
-    "counted on the class",
-    lambda m, h: setattr(Own, "calls", getattr(Own, "calls", 0) + 1),
-    lambda m: None,
-)
-leave("logged", lambda m, h: logging.getLogger("corpus").debug("norm %s", h.shape), lambda m: None)
-leave(
-    "printed to a buffer",
-    lambda m, h: TABLE.setdefault("lines", []).append(f"{h.shape}"),
-    lambda m: len(TABLE["lines"]),
-)
-leave("backward inside", lambda m, h: m.linear(h.detach()).sum().backward(), lambda m: None)
-leave(
-    "autograd.grad inside",
-    lambda m, h: m.__dict__.update(
-        g=torch.autograd.grad(h.square().sum(), m.linear.weight, retain_graph=True)[0]
+    "hidden values on a global list": (
+        lambda m, h: AUX.append(h),
+        lambda m: len(AUX),
+        lambda m: summed(AUX),
     ),
-    lambda m: m.g,
-)
-leave(
-    "backward of the hidden values inside",
-    lambda m, h: h.square().sum().backward(retain_graph=True),
-    lambda m: None,
-)
-leave(
-    "weight's data replaced inside",
-    lambda m, h: setattr(m.linear.weight, "data", m.linear.weight.data * 1.01),
-    lambda m: None,
-)
-leave(
-    "weight's data changed in place inside",
-    lambda m, h: m.other.bias.data.mul_(1.1),
-    lambda m: None,
-)
-leave(
-    "weight changed in place inside",
-    lambda m, h: _no_grad(lambda: m.other.bias.add_(0.1)),
-    lambda m: None,
-)
-leave(
-    "weight's norm limited inside",
-    lambda m, h: _no_grad(lambda: m.other.weight.renorm_(2, 0, 0.5)),
-    lambda m: None,
-)
-leave("hook on hidden values", lambda m, h: h.register_hook(lambda g: g * 2), lambda m: None)
-leave(
-    "hook that reads the host",
-    lambda m, h: h.register_hook(lambda g: TABLE.update(g=g.clone())),
-    lambda m: TABLE.get("g"),
-)
-leave(
-    "hook on a node of the graph",
-    lambda m, h: h.grad_fn.register_hook(lambda gi, go: None),
-    lambda m: None,
-)
-leave(
-    "hook on a weight, in every call",
-    lambda m, h: m.linear.weight.register_hook(lambda g: g * 1.1),
-    lambda m: None,
-)
-leave(
-    "retain_grad inside",
-    lambda m, h: (h.retain_grad(), TABLE.update(h=h)),
-    lambda m: TABLE["h"].grad,
-)
-leave(
-    "gradient of a weight set inside",
-    lambda m, h: setattr(m.linear.weight, "grad", torch.ones_like(m.linear.weight)),
-    lambda m: None,
-)
-leave("gradients zeroed inside", lambda m, h: m.zero_grad(), lambda m: None)
+    "detached values on a global list": (
+        lambda m, h: AUX.append(h.detach()),
+        lambda m: [t.clone() for t in AUX],
+    ),
+    "a number on a global list": (lambda m, h: AUX.append(3), lambda m: len(AUX)),
+    "a number of a tensor on a global list": (
+        lambda m, h: AUX.append(float(h.detach().sum())),
+        lambda m: list(AUX),
+    ),
+    "a global object's attribute": (
+        lambda m, h: setattr(BOX, "value", h.square().mean()),
+        lambda m: BOX.value,
+        lambda m: BOX.value,
+    ),
+    "a held object's attribute": (
+        lambda m, h: setattr(m.held, "value", h.square().mean()),
+        lambda m: m.held.value,
+        lambda m: m.held.value,
+    ),
+    "the module's attribute": (
+        lambda m, h: setattr(m, "aux", h.square().mean()),
+        lambda m: m.aux,
+        lambda m: m.aux,
+    ),
+    "the module's attribute, detached": (
+        lambda m, h: setattr(m, "aux", h.detach()),
+        lambda m: m.aux,
+    ),
+    "a child's attribute": (
+        lambda m, h: setattr(m.other, "aux", h.square().mean()),
+        lambda m: m.other.aux,
+        lambda m: m.other.aux,
+    ),
+    "the module's __dict__": (
+        lambda m, h: m.__dict__.update(aux=h.square().mean()),
+        lambda m: m.aux,
+        lambda m: m.aux,
+    ),
+    "a list of the module": (
+        lambda m, h: (m.box.clear(), m.box.append(h.mean())),
+        lambda m: list(m.box),
+        lambda m: m.box[0],
+    ),
+    "a global dict": (
+        lambda m, h: TABLE.update(h=h.mean()),
+        lambda m: dict(TABLE),
+        lambda m: TABLE["h"],
+    ),
+    "a class attribute": (
+        lambda m, h: setattr(type(m), "aux", h.mean()),
+        lambda m: Own.aux,
+        lambda m: Own.aux,
+    ),
+    "a function's attribute": (
+        lambda m, h: setattr(summed, "aux", h.mean()),
+        lambda m: summed.aux,
+        lambda m: summed.aux,
+    ),
+    "a tensor's attribute": (
+        lambda m, h: setattr(m.linear.weight, "aux", h.mean()),
+        lambda m: m.linear.weight.aux,
+        lambda m: m.linear.weight.aux,
+    ),
+    "a tuple in a global dict": (
+        lambda m, h: TABLE.update(h=(h.mean(), 1)),
+        lambda m: TABLE["h"],
+        lambda m: TABLE["h"][0],
+    ),
+    "a closure": (
+        lambda m, h: TABLE.update(f=lambda: h.mean()),
+        lambda m: TABLE["f"](),
+        lambda m: TABLE["f"](),
+    ),
+    "a weak reference to an output's part": (
+        lambda m, h: TABLE.update(h=weakref.ref(h)),
+        lambda m: TABLE["h"]() is None,
+    ),
+    "the graph's node": (lambda m, h: TABLE.update(h=h.grad_fn), lambda m: TABLE["h"].name()),
+    "a reference cycle": (
+        lambda m, h: TABLE.update(
+            h=(lambda loop: (loop.append(loop), loop.append(h.mean()), loop)[2])([])
+        ),
+        lambda m: TABLE["h"][1],
+        lambda m: TABLE["h"][1],
+    ),
+    "an exception that is kept": (
+        lambda m, h: TABLE.update(e=_kept_exception(h)),
+        lambda m: TABLE["e"].args[0],
+    ),
+    "the input is kept": (lambda m, h: TABLE.update(w=m.linear.weight), lambda m: TABLE["w"]),
+    "written into a global tensor": (
+        lambda m, h: TABLE.setdefault("sum", torch.zeros_like(h)).add_(h.detach()),
+        lambda m: TABLE["sum"].clone(),
+    ),
+    "written into a held tensor": (lambda m, h: _into_held(m, h), lambda m: m.held.value.clone()),
+    "counted on the host": (
+        lambda m, h: TABLE.update(n=TABLE.get("n", 0) + 1),
+        lambda m: TABLE["n"],
+    ),
+    "counted in an object": (
+        lambda m, h: setattr(m.held, "n", getattr(m.held, "n", 0) + 1),
+        lambda m: m.held.n,
+    ),
+    "counted on the class": (
+        lambda m, h: setattr(Own, "calls", getattr(Own, "calls", 0) + 1),
+        lambda m: None,
+    ),
+    "logged": (lambda m, h: logging.getLogger("corpus").debug("norm %s", h.shape), lambda m: None),
+    "printed to a buffer": (
+        lambda m, h: TABLE.setdefault("lines", []).append(f"{h.shape}"),
+        lambda m: len(TABLE["lines"]),
+    ),
+    "backward inside": (lambda m, h: m.linear(h.detach()).sum().backward(), lambda m: None),
+    "autograd.grad inside": (
+        lambda m, h: m.__dict__.update(
+            g=torch.autograd.grad(h.square().sum(), m.linear.weight, retain_graph=True)[0]
+        ),
+        lambda m: m.g,
+    ),
+    "backward of the hidden values inside": (
+        lambda m, h: h.square().sum().backward(retain_graph=True),
+        lambda m: None,
+    ),
+    "weight's data replaced inside": (
+        lambda m, h: setattr(m.linear.weight, "data", m.linear.weight.data * 1.01),
+        lambda m: None,
+    ),
+    "weight's data changed in place inside": (
+        lambda m, h: m.other.bias.data.mul_(1.1),
+        lambda m: None,
+    ),
+    "weight changed in place inside": (
+        lambda m, h: _no_grad(lambda: m.other.bias.add_(0.1)),
+        lambda m: None,
+    ),
+    "weight's norm limited inside": (
+        lambda m, h: _no_grad(lambda: m.other.weight.renorm_(2, 0, 0.5)),
+        lambda m: None,
+    ),
+    "hook on hidden values": (lambda m, h: h.register_hook(lambda g: g * 2), lambda m: None),
+    "hook that reads the host": (
+        lambda m, h: h.register_hook(lambda g: TABLE.update(g=g.clone())),
+        lambda m: TABLE.get("g"),
+    ),
+    "hook on a node of the graph": (
+        lambda m, h: h.grad_fn.register_hook(lambda gi, go: None),
+        lambda m: None,
+    ),
+    "hook on a weight, in every call": (
+        lambda m, h: m.linear.weight.register_hook(lambda g: g * 1.1),
+        lambda m: None,
+    ),
+    "retain_grad inside": (
+        lambda m, h: (h.retain_grad(), TABLE.update(h=h)),
+        lambda m: TABLE["h"].grad,
+    ),
+    "gradient of a weight set inside": (
+        lambda m, h: setattr(m.linear.weight, "grad", torch.ones_like(m.linear.weight)),
+        lambda m: None,
+    ),
+    "gradients zeroed inside": (lambda m, h: m.zero_grad(), lambda m: None),
+}.items():
+    leave(name, *parts)
 leave(
     "requires_grad switched inside",
     lambda m, h: m.linear.requires_grad_(not m.linear.weight.requires_grad),
@@ -267,58 +238,53 @@ leave(
     lambda m: torch.rand(2),
     prepare=lambda m: setattr(m.held, "value", torch.get_rng_state()),
 )
-leave("random state forked", lambda m, h: _forked(h), lambda m: torch.rand(2))
-leave("Python's random state moved", lambda m, h: __import__("random").random(), lambda m: None)
-leave("numpy's random state moved", lambda m, h: __import__("numpy").random.rand(), lambda m: None)
-leave(
-    "gradient mode switched and left",
-    lambda m, h: torch.set_grad_enabled(True),
-    lambda m: torch.is_grad_enabled(),
-)
-leave(
-    "default dtype set",
-    lambda m, h: torch.set_default_dtype(torch.float32),
-    lambda m: torch.get_default_dtype(),
-)
-leave("a child replaced inside", lambda m, h: setattr(m, "extra", nn.Identity()), lambda m: None)
-leave("a parameter registered inside", lambda m, h: _lazy(m), lambda m: None)
-leave(
-    "a buffer registered inside",
-    lambda m, h: m.register_buffer("seen", h.detach().mean()),
-    lambda m: m.seen,
-)
-leave(
-    "a module hook registered inside",
-    lambda m, h: m.other.register_forward_pre_hook(lambda mod, a: (a[0] * 1.1,)),
-    lambda m: None,
-)
-leave("evaluation mode inside", lambda m, h: m.other.eval(), lambda m: m.other.training)
-leave("mode of training switched", lambda m, h: m.train(not m.training), lambda m: m.training)
-leave("exception caught inside", lambda m, h: _caught(h), lambda m: None)
-leave(
-    "a warning inside",
-    lambda m, h: __import__("warnings").warn("from forward", UserWarning, stacklevel=2),
-    lambda m: None,
-)
-leave("a thread started inside", lambda m, h: _in_thread(h), lambda m: TABLE["thread"])
-leave("a host synchronisation inside", lambda m, h: h.detach().cpu(), lambda m: None)
-leave("printed", lambda m, h: repr(h), lambda m: None)
-leave(
-    "saved by torch.save",
-    lambda m, h: torch.save(h.detach(), __import__("io").BytesIO()),
-    lambda m: None,
-)
-leave(
-    "deep-copied",
-    lambda m, h: TABLE.update(c=__import__("copy").deepcopy(h.detach())),
-    lambda m: TABLE["c"],
-)
-leave(
-    "reference counts asked",
-    lambda m, h: TABLE.update(n=__import__("sys").getrefcount(h) > 0),
-    lambda m: TABLE["n"],
-)
-leave("an error in one call", lambda m, h: _error(m), lambda m: None)
+for name, parts in {
+    "random state forked": (lambda m, h: _forked(h), lambda m: torch.rand(2)),
+    "Python's random state moved": (lambda m, h: __import__("random").random(), lambda m: None),
+    "numpy's random state moved": (lambda m, h: __import__("numpy").random.rand(), lambda m: None),
+    "gradient mode switched and left": (
+        lambda m, h: torch.set_grad_enabled(True),
+        lambda m: torch.is_grad_enabled(),
+    ),
+    "default dtype set": (
+        lambda m, h: torch.set_default_dtype(torch.float32),
+        lambda m: torch.get_default_dtype(),
+    ),
+    "a child replaced inside": (lambda m, h: setattr(m, "extra", nn.Identity()), lambda m: None),
+    "a parameter registered inside": (lambda m, h: _lazy(m), lambda m: None),
+    "a buffer registered inside": (
+        lambda m, h: m.register_buffer("seen", h.detach().mean()),
+        lambda m: m.seen,
+    ),
+    "a module hook registered inside": (
+        lambda m, h: m.other.register_forward_pre_hook(lambda mod, a: (a[0] * 1.1,)),
+        lambda m: None,
+    ),
+    "evaluation mode inside": (lambda m, h: m.other.eval(), lambda m: m.other.training),
+    "mode of training switched": (lambda m, h: m.train(not m.training), lambda m: m.training),
+    "exception caught inside": (lambda m, h: _caught(h), lambda m: None),
+    "a warning inside": (
+        lambda m, h: __import__("warnings").warn("from forward", UserWarning, stacklevel=2),
+        lambda m: None,
+    ),
+    "a thread started inside": (lambda m, h: _in_thread(h), lambda m: TABLE["thread"]),
+    "a host synchronisation inside": (lambda m, h: h.detach().cpu(), lambda m: None),
+    "printed": (lambda m, h: repr(h), lambda m: None),
+    "saved by torch.save": (
+        lambda m, h: torch.save(h.detach(), __import__("io").BytesIO()),
+        lambda m: None,
+    ),
+    "deep-copied": (
+        lambda m, h: TABLE.update(c=__import__("copy").deepcopy(h.detach())),
+        lambda m: TABLE["c"],
+    ),
+    "reference counts asked": (
+        lambda m, h: TABLE.update(n=__import__("sys").getrefcount(h) > 0),
+        lambda m: TABLE["n"],
+    ),
+    "an error in one call": (lambda m, h: _error(m), lambda m: None),
+}.items():
+    leave(name, *parts)
 add(
     GROUP,
     "an error in one call, caught by the loop",
@@ -332,17 +298,18 @@ add(
     one,
     call=lambda m, a: (m.cache.clear(), m(a[0]), m(a[0]))[2],
 )
-add(GROUP, "a cache over calls, detached", lambda: Own(_cached_values, cache=[]), one)
-add(GROUP, "memory bank in a buffer", lambda: Bank(), one)
-add(GROUP, "running mean in an attribute", lambda: Own(_running, mean=torch.zeros(4)), one)
-add(GROUP, "running mean in a list", lambda: Own(_running_list, means=[torch.zeros(4)]), one)
-add(GROUP, "a lazily made table", lambda: Own(_lazy_table, table=None), one)
-add(
-    GROUP,
-    "a lazily made table that grows",
-    lambda: Own(_growing, table=None),
-    lambda draw, step: (draw.rows(2 + step % 4, 4),),
-)
+for name, parts in {
+    "a cache over calls, detached": (lambda: Own(_cached_values, cache=[]), one),
+    "memory bank in a buffer": (lambda: Bank(), one),
+    "running mean in an attribute": (lambda: Own(_running, mean=torch.zeros(4)), one),
+    "running mean in a list": (lambda: Own(_running_list, means=[torch.zeros(4)]), one),
+    "a lazily made table": (lambda: Own(_lazy_table, table=None), one),
+    "a lazily made table that grows": (
+        lambda: Own(_growing, table=None),
+        lambda draw, step: (draw.rows(2 + step % 4, 4),),
+    ),
+}.items():
+    add(GROUP, name, *parts)
 add(
     GROUP,
     "activations kept for a regulariser",

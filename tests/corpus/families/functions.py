@@ -179,12 +179,15 @@ def fn(name, function, **parts):
     )
 
 
-fn("saved tensors", lambda m, x: Square.apply(m.linear(x)))
-fn("tensors kept on the context", lambda m, x: KeptOnContext.apply(m.linear(x), 2.0))
-fn("several outputs", lambda m, x: Several.apply(m.linear(x), x))
-fn("one of several outputs", lambda m, x: Several.apply(m.linear(x), x)[1])
-fn("in place", lambda m, x: InPlace.apply(m.linear(x) * 1.0))
-fn("straight-through rounding", lambda m, x: Straight.apply(m.linear(x) * 3))
+for name, function in {
+    "saved tensors": lambda m, x: Square.apply(m.linear(x)),
+    "tensors kept on the context": lambda m, x: KeptOnContext.apply(m.linear(x), 2.0),
+    "several outputs": lambda m, x: Several.apply(m.linear(x), x),
+    "one of several outputs": lambda m, x: Several.apply(m.linear(x), x)[1],
+    "in place": lambda m, x: InPlace.apply(m.linear(x) * 1.0),
+    "straight-through rounding": lambda m, x: Straight.apply(m.linear(x) * 3),
+}.items():
+    fn(name, function)
 fn(
     "gradient reversal",
     lambda m, x: m.other(Reversed.apply(m.linear(x), 0.5)),
@@ -197,11 +200,14 @@ fn(
     lambda m, x: WritesWeightGrad.apply(m.linear(x), m.w),
     w=lambda: nn.Parameter(torch.randn(4, 4)),
 )
-fn("backward that counts", lambda m, x: Counting.apply(m.linear(x)))
-fn("backward that asks the host", lambda m, x: Mean.apply(m.linear(x)))
-fn("backward that returns None", lambda m, x: (NoneBack.apply(m.linear(x)), m.linear(x)))
-fn("backward that draws", lambda m, x: Dropping.apply(m.linear(x)))
-fn("nested", lambda m, x: Square.apply(Straight.apply(Square.apply(m.linear(x)))))
+for name, function in {
+    "backward that counts": lambda m, x: Counting.apply(m.linear(x)),
+    "backward that asks the host": lambda m, x: Mean.apply(m.linear(x)),
+    "backward that returns None": lambda m, x: (NoneBack.apply(m.linear(x)), m.linear(x)),
+    "backward that draws": lambda m, x: Dropping.apply(m.linear(x)),
+    "nested": lambda m, x: Square.apply(Straight.apply(Square.apply(m.linear(x)))),
+}.items():
+    fn(name, function)
 add(
     GROUP,
     "context holds what changes",
@@ -325,29 +331,25 @@ add(
     one_grad,
     documented=GRADIENT_LAYOUT,
 )
-fn(
-    "torch.func.grad inside",
-    lambda m, x: m.linear(x) + torch.func.grad(lambda y: m.linear(y).square().sum())(x),
-)
-fn("torch.func.jvp inside", lambda m, x: torch.func.jvp(m.linear, (x,), (torch.ones_like(x),)))
-fn("torch.func.jacrev inside", lambda m, x: torch.func.jacrev(lambda y: m.linear(y).tanh())(x[0]))
-fn(
-    "autograd.grad inside, graph kept",
-    lambda m, x: (
+for name, function in {
+    "torch.func.grad inside": lambda m, x: (
+        m.linear(x) + torch.func.grad(lambda y: m.linear(y).square().sum())(x)
+    ),
+    "torch.func.jvp inside": lambda m, x: torch.func.jvp(m.linear, (x,), (torch.ones_like(x),)),
+    "torch.func.jacrev inside": lambda m, x: torch.func.jacrev(lambda y: m.linear(y).tanh())(x[0]),
+    "autograd.grad inside, graph kept": lambda m, x: (
         lambda h: (
             m.linear(x) + torch.autograd.grad(m.linear(h).tanh().sum(), h, create_graph=True)[0]
         )
     )(x.detach().requires_grad_()),
-)
-fn(
-    "energy and its forces",
-    lambda m, x: (
+    "energy and its forces": lambda m, x: (
         lambda p: (lambda e: (e, -torch.autograd.grad(e, p, create_graph=True)[0]))(
             m.linear(p).tanh().sum()
         )
     )(x.detach().requires_grad_()),
-)
-fn("inner step of descent", lambda m, x: _inner(m, x))
+    "inner step of descent": lambda m, x: _inner(m, x),
+}.items():
+    fn(name, function)
 fn(
     "torch.jit.script",
     lambda m, x: m.scripted(m.linear(x)),

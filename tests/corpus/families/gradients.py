@@ -60,85 +60,55 @@ PICKS = {
 for label, pick in PICKS.items():
     asked(f"autograd.grad of {label}", by_grad(pick, allow_unused=True))
     asked(f"backward(inputs={label})", by_inputs(pick))
-asked("autograd.grad without allow_unused", by_grad(lambda ps, xs: ps))
-asked(
-    "autograd.grad, materialize_grads",
-    by_grad(lambda ps, xs: ps, allow_unused=True, materialize_grads=True),
-)
-asked(
-    "autograd.grad with retain_graph, then backward",
-    lambda m, loss, outputs, arguments, step: (
+for name, function in {
+    "autograd.grad without allow_unused": by_grad(lambda ps, xs: ps),
+    "autograd.grad, materialize_grads": by_grad(
+        lambda ps, xs: ps, allow_unused=True, materialize_grads=True
+    ),
+    "autograd.grad with retain_graph, then backward": lambda m, loss, outputs, arguments, step: (
         give(m, torch.autograd.grad(loss, parameters(m), retain_graph=True), parameters(m)),
         loss.backward(),
     ),
-)
-asked(
-    "autograd.grad of an output to an output",
-    lambda m, loss, outputs, arguments, step: (
+    "autograd.grad of an output to an output": lambda m, loss, outputs, arguments, step: (
         lambda g: (outputs["b"].sum() * g.sum().detach()).backward()
     )(torch.autograd.grad(outputs["b"].sum(), outputs["a"], retain_graph=True)[0]),
-)
-asked(
-    "backward twice with retain_graph",
-    lambda m, loss, outputs, arguments, step: (loss.backward(retain_graph=True), loss.backward()),
-)
-asked(
-    "backward twice without retain_graph",
-    lambda m, loss, outputs, arguments, step: (loss.backward(), loss.backward()),
-)
-asked(
-    "backward of each output by itself",
-    lambda m, loss, outputs, arguments, step: [
+    "backward twice with retain_graph": lambda m, loss, outputs, arguments, step: (
+        loss.backward(retain_graph=True),
+        loss.backward(),
+    ),
+    "backward twice without retain_graph": lambda m, loss, outputs, arguments, step: (
+        loss.backward(),
+        loss.backward(),
+    ),
+    "backward of each output by itself": lambda m, loss, outputs, arguments, step: [
         t.sum().backward(retain_graph=True) for t in trained(outputs)
     ],
-)
-asked(
-    "backward of one output, then of another",
-    lambda m, loss, outputs, arguments, step: (
+    "backward of one output, then of another": lambda m, loss, outputs, arguments, step: (
         outputs["a"].sum().backward(retain_graph=True),
         outputs["b"].sum().backward(),
     ),
-)
-asked(
-    "backward with a gradient given",
-    lambda m, loss, outputs, arguments, step: outputs["b"].backward(
-        torch.ones_like(outputs["b"]) * (1 + step)
+    "backward with a gradient given": lambda m, loss, outputs, arguments, step: outputs[
+        "b"
+    ].backward(torch.ones_like(outputs["b"]) * (1 + step)),
+    "backward with an expanded gradient": lambda m, loss, outputs, arguments, step: outputs[
+        "b"
+    ].backward(torch.ones((), device=outputs["b"].device).expand(3, 4)),
+    "backward with a transposed gradient": lambda m, loss, outputs, arguments, step: outputs[
+        "b"
+    ].backward(torch.randn(4, 3).to(outputs["b"].device).t()),
+    "autograd.backward of two tensors": lambda m, loss, outputs, arguments, step: (
+        torch.autograd.backward([outputs["a"].sum(), outputs["b"].mean()])
     ),
-)
-asked(
-    "backward with an expanded gradient",
-    lambda m, loss, outputs, arguments, step: outputs["b"].backward(
-        torch.ones((), device=outputs["b"].device).expand(3, 4)
+    "no backward in some steps": lambda m, loss, outputs, arguments, step: (
+        loss.backward() if step % 3 else None
     ),
-)
-asked(
-    "backward with a transposed gradient",
-    lambda m, loss, outputs, arguments, step: outputs["b"].backward(
-        torch.randn(4, 3).to(outputs["b"].device).t()
-    ),
-)
-asked(
-    "autograd.backward of two tensors",
-    lambda m, loss, outputs, arguments, step: torch.autograd.backward(
-        [outputs["a"].sum(), outputs["b"].mean()]
-    ),
-)
-asked(
-    "no backward in some steps",
-    lambda m, loss, outputs, arguments, step: loss.backward() if step % 3 else None,
-)
-asked("no backward at all", lambda m, loss, outputs, arguments, step: None)
-asked("zero times the loss", lambda m, loss, outputs, arguments, step: (loss * 0.0).backward())
-asked(
-    "loss of NaN",
-    lambda m, loss, outputs, arguments, step: (
+    "no backward at all": lambda m, loss, outputs, arguments, step: None,
+    "zero times the loss": lambda m, loss, outputs, arguments, step: (loss * 0.0).backward(),
+    "loss of NaN": lambda m, loss, outputs, arguments, step: (
         loss * float("nan") if step == 3 else loss
     ).backward(),
-)
-asked("loss scaled", lambda m, loss, outputs, arguments, step: (loss * 1024.0).backward())
-asked(
-    "jacobian row by row",
-    lambda m, loss, outputs, arguments, step: [
+    "loss scaled": lambda m, loss, outputs, arguments, step: (loss * 1024.0).backward(),
+    "jacobian row by row": lambda m, loss, outputs, arguments, step: [
         give(
             m,
             torch.autograd.grad(
@@ -148,10 +118,7 @@ asked(
         )
         for n in range(4)
     ],
-)
-asked(
-    "batched gradients",
-    lambda m, loss, outputs, arguments, step: give(
+    "batched gradients": lambda m, loss, outputs, arguments, step: give(
         m,
         [
             None if g is None else g.sum(0)
@@ -167,7 +134,8 @@ asked(
         ],
         parameters(m),
     ),
-)
+}.items():
+    asked(name, function)
 
 
 def second_order(pick):
@@ -184,39 +152,38 @@ def smooth():
     return Own(lambda m, x: m.other(torch.tanh(m.linear(x))), other=nn.Linear(4, 4))
 
 
-asked("gradient penalty on the input", second_order(lambda ps, xs: [xs[0]]), smooth)
-asked("gradient penalty on parameters", second_order(lambda ps, xs: ps), smooth)
-asked(
-    "backward(create_graph=True), then the norm",
-    lambda m, loss, outputs, arguments, step: (
-        loss.backward(create_graph=True),
-        sum(p.grad.square().sum() for p in parameters(m)).backward(),
+for name, parts in {
+    "gradient penalty on the input": (second_order(lambda ps, xs: [xs[0]]), smooth),
+    "gradient penalty on parameters": (second_order(lambda ps, xs: ps), smooth),
+    "backward(create_graph=True), then the norm": (
+        lambda m, loss, outputs, arguments, step: (
+            loss.backward(create_graph=True),
+            sum(p.grad.square().sum() for p in parameters(m)).backward(),
+        ),
+        smooth,
     ),
-    smooth,
-)
-asked(
-    "create_graph without a second backward",
-    lambda m, loss, outputs, arguments, step: loss.backward(create_graph=True),
-    smooth,
-)
-asked(
-    "Hessian times a vector",
-    lambda m, loss, outputs, arguments, step: (
-        lambda gs: torch.autograd.backward(
-            sum((g * p.detach()).sum() for g, p in zip(gs, parameters(m), strict=True))
-        )
-    )(torch.autograd.grad(loss, parameters(m), create_graph=True)),
-    smooth,
-)
-asked(
-    "create_graph in one step of four",
-    lambda m, loss, outputs, arguments, step: (
-        second_order(lambda ps, xs: ps)(m, loss, outputs, arguments, step)
-        if step % 4 == 3
-        else loss.backward()
+    "create_graph without a second backward": (
+        lambda m, loss, outputs, arguments, step: loss.backward(create_graph=True),
+        smooth,
     ),
-    smooth,
-)
+    "Hessian times a vector": (
+        lambda m, loss, outputs, arguments, step: (
+            lambda gs: torch.autograd.backward(
+                sum((g * p.detach()).sum() for g, p in zip(gs, parameters(m), strict=True))
+            )
+        )(torch.autograd.grad(loss, parameters(m), create_graph=True)),
+        smooth,
+    ),
+    "create_graph in one step of four": (
+        lambda m, loss, outputs, arguments, step: (
+            second_order(lambda ps, xs: ps)(m, loss, outputs, arguments, step)
+            if step % 4 == 3
+            else loss.backward()
+        ),
+        smooth,
+    ),
+}.items():
+    asked(name, *parts)
 
 # Losses of part of the outputs.
 PARTS = {
@@ -272,52 +239,47 @@ for label, infinite in INFINITE.items():
         lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
         lambda infinite=infinite: Own(lambda m, x: (lambda h: (h, infinite(h)))(m.linear(x))),
     )
-asked(
-    "unused output owns a weight",
-    lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
-    lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
-)
-asked(
-    "a leaf among the outputs",
-    lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
-    lambda: Own(lambda m, x: (m.linear(x), m.scale), scale=nn.Parameter(torch.ones(3))),
-)
-asked(
-    "a leaf among the outputs, used",
-    lambda m, loss, outputs, arguments, step: (
-        outputs[0].square().sum() + (outputs[1].sum() if step % 2 else 0.0)
-    ).backward(),
-    lambda: Own(lambda m, x: (m.linear(x), m.scale), scale=nn.Parameter(torch.ones(3))),
-)
-asked(
-    "another key has as many outputs",
-    lambda m, loss, outputs, arguments, step: outputs[step % 2].sum().backward(),
-    lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
-    lambda draw, step: (draw.rows(2 + step % 2, 4),),
-)
-asked(
-    "zeros for an output",
-    lambda m, loss, outputs, arguments, step: torch.autograd.backward(
-        outputs, [torch.ones_like(outputs[0]), torch.zeros_like(outputs[1])]
+for name, parts in {
+    "unused output owns a weight": (
+        lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
+        lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
     ),
-    lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
-)
-asked(
-    "part of an output",
-    lambda m, loss, outputs, arguments, step: outputs[:, step % 4].sum().backward(),
-    lambda: Own(lambda m, x: m.linear(x)),
-)
-asked(
-    "loss of the last word only",
-    lambda m, loss, outputs, arguments, step: outputs[0][-1].sum().backward(),
-    lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
-)
-asked(
-    "inputs that need a gradient in vain",
-    lambda m, loss, outputs, arguments, step: outputs[0].sum().backward(),
-    lambda: Own(lambda m, x, y: (m.linear(x), y * 2), other=nn.Linear(4, 4)),
-    lambda draw, step: (draw.rows(grad=True), draw.rows(grad=True)),
-)
+    "a leaf among the outputs": (
+        lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
+        lambda: Own(lambda m, x: (m.linear(x), m.scale), scale=nn.Parameter(torch.ones(3))),
+    ),
+    "a leaf among the outputs, used": (
+        lambda m, loss, outputs, arguments, step: (
+            outputs[0].square().sum() + (outputs[1].sum() if step % 2 else 0.0)
+        ).backward(),
+        lambda: Own(lambda m, x: (m.linear(x), m.scale), scale=nn.Parameter(torch.ones(3))),
+    ),
+    "another key has as many outputs": (
+        lambda m, loss, outputs, arguments, step: outputs[step % 2].sum().backward(),
+        lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
+        lambda draw, step: (draw.rows(2 + step % 2, 4),),
+    ),
+    "zeros for an output": (
+        lambda m, loss, outputs, arguments, step: torch.autograd.backward(
+            outputs, [torch.ones_like(outputs[0]), torch.zeros_like(outputs[1])]
+        ),
+        lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
+    ),
+    "part of an output": (
+        lambda m, loss, outputs, arguments, step: outputs[:, step % 4].sum().backward(),
+        lambda: Own(lambda m, x: m.linear(x)),
+    ),
+    "loss of the last word only": (
+        lambda m, loss, outputs, arguments, step: outputs[0][-1].sum().backward(),
+        lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
+    ),
+    "inputs that need a gradient in vain": (
+        lambda m, loss, outputs, arguments, step: outputs[0].sum().backward(),
+        lambda: Own(lambda m, x, y: (m.linear(x), y * 2), other=nn.Linear(4, 4)),
+        lambda draw, step: (draw.rows(grad=True), draw.rows(grad=True)),
+    ),
+}.items():
+    asked(name, *parts)
 
 # Gradients that are the user's own.
 
@@ -369,77 +331,64 @@ owned(
         loss.backward(),
     ),
 )
-owned(
-    "gradients saved, then dropped",
-    lambda m, loss, outputs, arguments, step: (
-        loss.backward(),
-        m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
-        setattr(m.linear.weight, "grad", None),
+for name, (function, observe) in {
+    "gradients saved, then dropped": (
+        lambda m, loss, outputs, arguments, step: (
+            loss.backward(),
+            m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
+            setattr(m.linear.weight, "grad", None),
+        ),
+        lambda m: list(m.__dict__["kept"]),
     ),
-    observe=lambda m: list(m.__dict__["kept"]),
-)
-owned(
-    "gradients' views saved, then dropped",
-    lambda m, loss, outputs, arguments, step: (
-        loss.backward(),
-        m.__dict__.setdefault("kept", []).append(m.linear.weight.grad.view(-1)[3:]),
-        setattr(m.linear.weight, "grad", None),
+    "gradients' views saved, then dropped": (
+        lambda m, loss, outputs, arguments, step: (
+            loss.backward(),
+            m.__dict__.setdefault("kept", []).append(m.linear.weight.grad.view(-1)[3:]),
+            setattr(m.linear.weight, "grad", None),
+        ),
+        lambda m: list(m.__dict__["kept"]),
     ),
-    observe=lambda m: list(m.__dict__["kept"]),
-)
-owned(
-    "gradients saved and kept",
-    lambda m, loss, outputs, arguments, step: (
-        loss.backward(),
-        m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
+    "gradients saved and kept": (
+        lambda m, loss, outputs, arguments, step: (
+            loss.backward(),
+            m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
+        ),
+        lambda m: list(m.__dict__["kept"]),
     ),
-    observe=lambda m: list(m.__dict__["kept"]),
-)
-owned(
-    "gradients saved, zeroed in place",
-    lambda m, loss, outputs, arguments, step: (
-        loss.backward(),
-        m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
-        m.zero_grad(set_to_none=False),
-        scalar([m.linear.weight]).backward(),
+    "gradients saved, zeroed in place": (
+        lambda m, loss, outputs, arguments, step: (
+            loss.backward(),
+            m.__dict__.setdefault("kept", []).append(m.linear.weight.grad),
+            m.zero_grad(set_to_none=False),
+            scalar([m.linear.weight]).backward(),
+        ),
+        lambda m: list(m.__dict__["kept"]),
     ),
-    observe=lambda m: list(m.__dict__["kept"]),
-)
-owned(
-    "gradient's data replaced",
-    lambda m, loss, outputs, arguments, step: (
+}.items():
+    owned(name, function, observe=observe)
+for name, function in {
+    "gradient's data replaced": lambda m, loss, outputs, arguments, step: (
         loss.backward(),
         setattr(m.linear.weight.grad, "data", m.linear.weight.grad * 2),
     ),
-)
-owned(
-    "gradients clipped in place",
-    lambda m, loss, outputs, arguments, step: (
+    "gradients clipped in place": lambda m, loss, outputs, arguments, step: (
         loss.backward(),
         nn.utils.clip_grad_norm_(list(m.parameters()), 0.5),
     ),
-)
-owned(
-    "gradients exchanged between parameters",
-    lambda m, loss, outputs, arguments, step: (
+    "gradients exchanged between parameters": lambda m, loss, outputs, arguments, step: (
         loss.backward(),
         setattr(m.linear.weight, "grad", m.linear.weight.grad.t()),
     ),
-)
-owned(
-    "gradients of another dtype",
-    lambda m, loss, outputs, arguments, step: (
+    "gradients of another dtype": lambda m, loss, outputs, arguments, step: (
         loss.backward(),
         setattr(m.linear.weight, "grad", m.linear.weight.grad.double().float()),
     ),
-)
-owned(
-    "gradients averaged by hand, in place",
-    lambda m, loss, outputs, arguments, step: (
+    "gradients averaged by hand, in place": lambda m, loss, outputs, arguments, step: (
         loss.backward(),
         [p.grad.div_(2) for p in m.parameters()],
     ),
-)
+}.items():
+    owned(name, function)
 owned(
     "the loss uses a parameter, too",
     lambda m, loss, outputs, arguments, step: (

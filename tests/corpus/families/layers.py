@@ -437,26 +437,25 @@ MISC = {
 }
 for name, (make, inputs) in MISC.items():
     simple(name, make, inputs)
-simple(
-    "layer replaced in a Sequential",
-    lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-    mutate=lambda m: m.__setitem__(1, nn.Sigmoid()),
-)
-simple(
-    "layer appended to a Sequential",
-    lambda: nn.Sequential(nn.Linear(4, 4)),
-    mutate=lambda m: m.append(nn.Tanh()),
-)
-simple(
-    "layer removed from a ModuleList",
-    lambda: Own(_stack, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
-    mutate=lambda m: m.layers.__delitem__(1),
-)
-simple(
-    "layers shuffled",
-    lambda: Own(_stack, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
-    mutate=lambda m: setattr(m, "layers", nn.ModuleList([m.layers[2], m.layers[0], m.layers[1]])),
-)
+for name, (function, mutate) in {
+    "layer replaced in a Sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        lambda m: m.__setitem__(1, nn.Sigmoid()),
+    ),
+    "layer appended to a Sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        lambda m: m.append(nn.Tanh()),
+    ),
+    "layer removed from a ModuleList": (
+        lambda: Own(_stack, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
+        lambda m: m.layers.__delitem__(1),
+    ),
+    "layers shuffled": (
+        lambda: Own(_stack, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
+        lambda m: setattr(m, "layers", nn.ModuleList([m.layers[2], m.layers[0], m.layers[1]])),
+    ),
+}.items():
+    simple(name, function, mutate=mutate)
 
 
 def _stack(m, x):

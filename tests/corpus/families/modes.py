@@ -142,10 +142,13 @@ def setting(get, put, value):
         put(before)
 
 
-under("no_grad later", torch.no_grad)
-under("inference mode later", torch.inference_mode)
-under("set_grad_enabled(False) later", lambda: torch.set_grad_enabled(False))
-under("multithreading off in autograd", lambda: torch.autograd.set_multithreading_enabled(False))
+for name, function in {
+    "no_grad later": torch.no_grad,
+    "inference mode later": torch.inference_mode,
+    "set_grad_enabled(False) later": lambda: torch.set_grad_enabled(False),
+    "multithreading off in autograd": lambda: torch.autograd.set_multithreading_enabled(False),
+}.items():
+    under(name, function)
 under(
     "default dtype double",
     lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
@@ -163,20 +166,17 @@ under(
     lambda: torch.device("cpu"),
     make=lambda: Own(lambda m, x: m.linear(x) * torch.ones(4).to(x.device)),
 )
-under(
-    "matmul precision",
-    lambda: setting(
+for name, function in {
+    "matmul precision": lambda: setting(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
-)
-under(
-    "deterministic algorithms",
-    lambda: setting(
+    "deterministic algorithms": lambda: setting(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
-)
-under("flush of denormals", lambda: setting(lambda: False, torch.set_flush_denormal, True))
-under("number of threads", lambda: setting(torch.get_num_threads, torch.set_num_threads, 1))
+    "flush of denormals": lambda: setting(lambda: False, torch.set_flush_denormal, True),
+    "number of threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, 1),
+}.items():
+    under(name, function)
 under(
     "dropout under fork_rng",
     lambda: torch.random.fork_rng(devices=[]),

@@ -141,25 +141,31 @@ case(
     lambda m, x: (lambda h: (h, h))(m.linear(x)),
     loss=lambda out: out[0].sum() * (2.0 if out[0] is out[1] else 1.0),
 )
-case("two equal tensors", lambda m, x: (lambda h: (h * 2, h * 2))(m.linear(x)))
-case("the input itself", lambda m, x: (m.linear(x), x), one_grad)
-case("the input itself, twice", lambda m, x: (m.linear(x), x, x), one_grad)
-case("the input itself, without gradient", lambda m, x: (m.linear(x), x))
-case("only the input", lambda m, x: x, one_grad)
-case("a view of the input", lambda m, x: (m.linear(x), x[:, 1:]), one_grad)
-case("a view of the input without gradient", lambda m, x: (m.linear(x), x.t()))
+for name, given in {
+    "two equal tensors": (lambda m, x: (lambda h: (h * 2, h * 2))(m.linear(x)),),
+    "the input itself": (lambda m, x: (m.linear(x), x), one_grad),
+    "the input itself, twice": (lambda m, x: (m.linear(x), x, x), one_grad),
+    "the input itself, without gradient": (lambda m, x: (m.linear(x), x),),
+    "only the input": (lambda m, x: x, one_grad),
+    "a view of the input": (lambda m, x: (m.linear(x), x[:, 1:]), one_grad),
+    "a view of the input without gradient": (lambda m, x: (m.linear(x), x.t()),),
+}.items():
+    case(name, *given)
 case(
     "identity of an input is asked",
     lambda m, x: (m.linear(x), x),
     call=lambda m, a: (lambda out: (out[0] * (2.0 if out[1] is a[0] else 1.0),))(m(*a)),
 )
-case("the input, written in place", lambda m, x: (m.linear(x), x.add_(1.0)))
-case("a parameter", lambda m, x: (m.linear(x), m.linear.weight))
-case("only a parameter", lambda m, x: m.linear.weight)
-case("a view of a parameter", lambda m, x: (m.linear(x), m.linear.weight.t()))
-case("a slice of a parameter and a product", lambda m, x: (m.linear(x), m.linear.weight[:2] * 2))
-case("a parameter's data", lambda m, x: (m.linear(x), m.linear.weight.data))
-case("a parameter detached", lambda m, x: (m.linear(x), m.linear.weight.detach()))
+for name, function in {
+    "the input, written in place": lambda m, x: (m.linear(x), x.add_(1.0)),
+    "a parameter": lambda m, x: (m.linear(x), m.linear.weight),
+    "only a parameter": lambda m, x: m.linear.weight,
+    "a view of a parameter": lambda m, x: (m.linear(x), m.linear.weight.t()),
+    "a slice of a parameter and a product": lambda m, x: (m.linear(x), m.linear.weight[:2] * 2),
+    "a parameter's data": lambda m, x: (m.linear(x), m.linear.weight.data),
+    "a parameter detached": lambda m, x: (m.linear(x), m.linear.weight.detach()),
+}.items():
+    case(name, function)
 add(GROUP, "a buffer", lambda: _with_buffer(lambda m, x: (m.linear(x), m.table)))
 add(
     GROUP,
@@ -198,33 +204,28 @@ case(
     call=lambda m, a: _retained(m, m(*a)),
     observe=lambda m: [t.grad for t in m.__dict__["seen"]],
 )
-case(
-    "grad_fn asked",
-    lambda m, x: m.linear(x),
-    call=lambda m, a: (lambda out: out * (2.0 if out.grad_fn is not None else 1.0))(m(*a)),
-)
-case(
-    "is_leaf, _base and strides asked",
-    lambda m, x: m.linear(x).t(),
-    call=lambda m, a: (
-        lambda out: out * (1.0 + out.is_leaf + 2.0 * out.is_contiguous() + out.stride()[0])
-    )(m(*a)),
-)
-case(
-    "written in place by the caller",
-    lambda m, x: m.linear(x),
-    call=lambda m, a: m(*a).mul_(2.0).add_(1.0),
-)
-case(
-    "written in place, then read by the next call",
-    lambda m, x: torch.tanh(m.linear(x)),
-    call=lambda m, a: m(m(*a).detach().mul_(0.5)),
-)
-case(
-    "exponential written in place",
-    lambda m, x: m.linear(x).exp(),
-    call=lambda m, a: m(*a).add_(1.0),
-)
+for name, (function, call) in {
+    "grad_fn asked": (
+        lambda m, x: m.linear(x),
+        lambda m, a: (lambda out: out * (2.0 if out.grad_fn is not None else 1.0))(m(*a)),
+    ),
+    "is_leaf, _base and strides asked": (
+        lambda m, x: m.linear(x).t(),
+        lambda m, a: (
+            lambda out: out * (1.0 + out.is_leaf + 2.0 * out.is_contiguous() + out.stride()[0])
+        )(m(*a)),
+    ),
+    "written in place by the caller": (
+        lambda m, x: m.linear(x),
+        lambda m, a: m(*a).mul_(2.0).add_(1.0),
+    ),
+    "written in place, then read by the next call": (
+        lambda m, x: torch.tanh(m.linear(x)),
+        lambda m, a: m(m(*a).detach().mul_(0.5)),
+    ),
+    "exponential written in place": (lambda m, x: m.linear(x).exp(), lambda m, a: m(*a).add_(1.0)),
+}.items():
+    case(name, function, call=call)
 ALIASES = {
     "base and view": lambda h: (h, h[:, :2]),
     "base and transpose": lambda h: (h, h.t()),

@@ -116,330 +116,291 @@ for label, make in {
     "dict with attributes": lambda: Attributes(scale=1.0),
 }.items():
     holder(f"{label}, attribute assigned", make, lambda held: held.scale, put("scale", 2.0))
-holder(
-    "plain object, __dict__ updated",
-    Plain,
-    lambda held: held.scale,
-    lambda m: vars(m.held).update(scale=2.0),
-)
-holder(
-    "plain object, replaced",
-    Plain,
-    lambda held: held.scale,
-    lambda m: setattr(m, "held", Plain(2.0)),
-)
-holder(
-    "frozen dataclass replaced",
-    Frozen,
-    lambda held: held.scale,
-    lambda m: setattr(m, "held", dataclasses.replace(m.held, scale=2.0)),
-)
-holder(
-    "frozen dataclass written by force",
-    Frozen,
-    lambda held: held.scale,
-    lambda m: object.__setattr__(m.held, "scale", 2.0),
-)
-holder("property of an object", Computed, lambda held: held.scale, put("_scale", 2.0))
-holder("object called", Callable, lambda held: held(1.0), put("scale", 3.0))
-holder(
-    "two levels of objects",
-    lambda: Settings(inner=Settings()),
-    lambda held: held.inner.scale,
-    lambda m: setattr(m.held.inner, "scale", 2.0),
-)
-holder(
-    "three levels of objects",
-    lambda: Settings(inner=Settings(inner=Plain())),
-    lambda held: held.inner.inner.scale,
-    lambda m: setattr(m.held.inner.inner, "scale", 2.0),
-)
-holder(
-    "five levels of objects",
-    lambda: Plain(Plain(Plain(Plain(Plain())))),
-    lambda held: held.scale.scale.scale.scale.scale,
-    lambda m: setattr(m.held.scale.scale.scale.scale, "scale", 2.0),
-)
-holder(
-    "object in a list",
-    lambda: [Plain()],
-    lambda held: held[0].scale,
-    lambda m: setattr(m.held[0], "scale", 2.0),
-)
-holder(
-    "object in a dict",
-    lambda: {"a": Plain()},
-    lambda held: held["a"].scale,
-    lambda m: setattr(m.held["a"], "scale", 2.0),
-)
-holder(
-    "list in an object",
-    lambda: types.SimpleNamespace(scales=[1.0]),
-    lambda held: held.scales[0],
-    lambda m: m.held.scales.__setitem__(0, 2.0),
-)
-holder(
-    "list, entry", lambda: [1.0, 2.0], lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0)
-)
-holder(
-    "list, longer than most",
-    lambda: [1.0] * 200,
-    lambda held: held[150],
-    lambda m: m.held.__setitem__(150, 2.0),
-)
-holder("list, appended", lambda: [1.0], lambda held: sum(held), lambda m: m.held.append(2.0))
-holder(
-    "list, reversed in place",
-    lambda: [1.0, 2.0, 3.0],
-    lambda held: held[0],
-    lambda m: m.held.reverse(),
-)
-holder(
-    "list of lists",
-    lambda: [[1.0], [2.0]],
-    lambda held: held[1][0],
-    lambda m: m.held[1].__setitem__(0, 3.0),
-)
-holder(
-    "list of 100 tuples",
-    lambda: [(1.0, 2.0)] * 100,
-    lambda held: held[99][0],
-    lambda m: m.held.__setitem__(99, (4.0, 2.0)),
-)
-holder(
-    "tuple of ints becomes floats",
-    lambda: (1,),
-    lambda held: 2.0 if isinstance(held[0], float) else 1.0,
-    lambda m: setattr(m, "held", (1.0,)),
-)
-holder(
-    "int becomes bool",
-    lambda: 1,
-    lambda held: 2.0 if held is True else 1.0,
-    lambda m: setattr(m, "held", True),
-)
-holder(
-    "zero becomes minus zero",
-    lambda: 0.0,
-    lambda held: 1.0 / torch.tensor(held),
-    lambda m: setattr(m, "held", -0.0),
-)
-holder(
-    "list of ints becomes floats",
-    lambda: [1],
-    lambda held: 2.0 if isinstance(held[0], float) else 1.0,
-    lambda m: m.held.__setitem__(0, 1.0),
-)
-holder("number", lambda: 1.0, lambda held: held, lambda m: setattr(m, "held", 2.0))
-holder("string", lambda: "a", lambda held: 1.0 + (held == "b"), lambda m: setattr(m, "held", "b"))
-holder(
-    "bytearray",
-    lambda: bytearray(b"\x01"),
-    lambda held: held[0],
-    lambda m: m.held.__setitem__(0, 2),
-)
-holder("dict, value", lambda: {"s": 1.0}, lambda held: held["s"], lambda m: m.held.update(s=2.0))
-holder(
-    "dict, key exchanged for another",
-    lambda: {"a": 1.0},
-    lambda held: 2.0 if "b" in held else 1.0,
-    lambda m: (m.held.pop("a"), m.held.update(b=1.0)),
-)
-holder(
-    "dict, order",
-    lambda: {"a": 1.0, "b": 2.0},
-    lambda held: next(iter(held.values())),
-    lambda m: m.held.update(a=m.held.pop("a")),
-)
-holder(
-    "defaultdict",
-    lambda: defaultdict(float, s=1.0),
-    lambda held: held["s"],
-    lambda m: m.held.update(s=2.0),
-)
-holder("Counter", lambda: Counter(a=1), lambda held: held["a"], lambda m: m.held.update(a=1))
-holder(
-    "ChainMap",
-    lambda: ChainMap({}, {"s": 1.0}),
-    lambda held: held["s"],
-    lambda m: m.held.maps[1].update(s=2.0),
-)
-holder("UserDict", lambda: UserDict(s=1.0), lambda held: held["s"], lambda m: m.held.update(s=2.0))
-holder(
-    "UserList", lambda: UserList([1.0]), lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0)
-)
-holder(
-    "mapping proxy",
-    lambda: types.MappingProxyType(_fresh(SHARED, s=1.0)),
-    lambda held: held["s"],
-    lambda m: SHARED.update(s=2.0),
-)
-holder("set, added to", lambda: {1, 2}, lambda held: float(sum(held)), lambda m: m.held.add(5))
-holder(
-    "set, element exchanged",
-    lambda: {1, 2},
-    lambda held: float(sum(held)),
-    lambda m: (m.held.discard(1), m.held.add(7)),
-)
-holder(
-    "frozenset replaced",
-    lambda: frozenset({1}),
-    lambda held: float(sum(held)),
-    lambda m: setattr(m, "held", frozenset({2})),
-)
-holder("deque rotated", lambda: deque([1.0, 2.0]), lambda held: held[0], lambda m: m.held.rotate())
-holder(
-    "namedtuple replaced",
-    lambda: Pair(1.0, 0.0),
-    lambda held: held.scale,
-    lambda m: setattr(m, "held", m.held._replace(scale=2.0)),
-)
-holder(
-    "namedtuple with a list inside",
-    lambda: Pair([1.0], 0.0),
-    lambda held: held.scale[0],
-    lambda m: m.held.scale.__setitem__(0, 2.0),
-)
-holder(
-    "Enum",
-    lambda: Mode.SOFT,
-    lambda held: 1.0 + (held is Mode.HARD),
-    lambda m: setattr(m, "held", Mode.HARD),
-)
-holder(
-    "IntEnum", lambda: Level.LOW, lambda held: float(held), lambda m: setattr(m, "held", Level.HIGH)
-)
-holder(
-    "Flag",
-    lambda: Flags.A,
-    lambda held: float(held.value),
-    lambda m: setattr(m, "held", Flags.A | Flags.B),
-)
-holder(
-    "Enum in an object",
-    lambda: Plain(Mode.SOFT),
-    lambda held: 1.0 + (held.scale is Mode.HARD),
-    put("scale", Mode.HARD),
-)
-holder(
-    "slice",
-    lambda: slice(0, 1),
-    lambda held: float(held.stop),
-    lambda m: setattr(m, "held", slice(0, 2)),
-)
-holder(
-    "range", lambda: range(2), lambda held: float(len(held)), lambda m: setattr(m, "held", range(4))
-)
-holder(
-    "Fraction",
-    lambda: fractions.Fraction(1, 2),
-    float,
-    lambda m: setattr(m, "held", fractions.Fraction(3, 2)),
-)
-holder("Decimal", lambda: Decimal("0.5"), float, lambda m: setattr(m, "held", Decimal("1.5")))
-holder(
-    "complex number", lambda: 1 + 1j, lambda held: held.imag, lambda m: setattr(m, "held", 1 + 2j)
-)
-holder(
-    "torch.Size",
-    lambda: torch.Size([1, 2]),
-    lambda held: float(held[1]),
-    lambda m: setattr(m, "held", torch.Size([1, 3])),
-)
-holder(
-    "numpy scalar", lambda: np.float32(1.0), float, lambda m: setattr(m, "held", np.float32(2.0))
-)
-holder(
-    "numpy array in place",
-    lambda: np.ones(2),
-    lambda held: float(held[0]),
-    lambda m: m.held.__setitem__(0, 2.0),
-)
-holder(
-    "numpy array replaced",
-    lambda: np.ones(2),
-    lambda held: float(held[0]),
-    lambda m: setattr(m, "held", np.full(2, 2.0)),
-)
-holder(
-    "numpy array behind a tensor",
-    lambda: np.ones(4, dtype=np.float32),
-    lambda held: torch.as_tensor(held).sum().item(),
-    lambda m: m.held.__setitem__(0, 2.0),
-)
-holder(
-    "array of an object",
-    lambda: Plain(np.ones(2)),
-    lambda held: float(held.scale[1]),
-    lambda m: m.held.scale.__setitem__(1, 2.0),
-)
-holder(
-    "memoryview",
-    lambda: memoryview(bytearray(b"\x01\x02")),
-    lambda held: float(held[0]),
-    lambda m: m.held.__setitem__(0, 3),
-)
-holder(
-    "weak reference",
-    lambda: weakref.ref(_fresh_kept()),
-    lambda held: held().scale,
-    lambda m: setattr(KEPT, "scale", 2.0),
-)
-holder(
-    "class as a value",
-    lambda: type("Made", (), {"scale": 1.0}),
-    lambda held: held.scale,
-    put("scale", 2.0),
-)
-holder(
-    "module of Python as a value",
-    lambda: types.ModuleType("made"),
-    lambda held: getattr(held, "scale", 1.0),
-    put("scale", 2.0),
-)
-holder(
-    "queue",
-    lambda: _queue(),
-    lambda held: held.queue[0],
-    lambda m: m.held.queue.__setitem__(0, 2.0),
-)
-holder("attribute added later", Plain, lambda held: getattr(held, "extra", 1.0), put("extra", 2.0))
-holder(
-    "None becomes an object",
-    lambda: None,
-    lambda held: 1.0 if held is None else held.scale,
-    lambda m: setattr(m, "held", Plain(2.0)),
-)
-holder(
-    "object holds a tensor, replaced",
-    lambda: Plain(torch.ones(4)),
-    lambda held: held.scale,
-    lambda m: setattr(m.held, "scale", m.held.scale * 2),
-)
-holder(
-    "object holds a tensor, in place",
-    lambda: Plain(torch.ones(4)),
-    lambda held: held.scale,
-    lambda m: m.held.scale.mul_(2),
-)
-holder(
-    "list holds a tensor, replaced",
-    lambda: [torch.ones(4)],
-    lambda held: held[0],
-    lambda m: m.held.__setitem__(0, m.held[0] * 2),
-)
-holder(
-    "set of one tensor",
-    lambda: {torch.ones(4)},
-    lambda held: next(iter(held)),
-    lambda m: (m.held.clear(), m.held.add(torch.full((4,), 2.0, device=m.linear.weight.device))),
-)
-holder(
-    "deque holds a tensor, in place",
-    lambda: deque([torch.ones(4)]),
-    lambda held: held[0],
-    lambda m: m.held[0].mul_(2),
-)
+for name, parts in {
+    "plain object, __dict__ updated": (
+        Plain,
+        lambda held: held.scale,
+        lambda m: vars(m.held).update(scale=2.0),
+    ),
+    "plain object, replaced": (
+        Plain,
+        lambda held: held.scale,
+        lambda m: setattr(m, "held", Plain(2.0)),
+    ),
+    "frozen dataclass replaced": (
+        Frozen,
+        lambda held: held.scale,
+        lambda m: setattr(m, "held", dataclasses.replace(m.held, scale=2.0)),
+    ),
+    "frozen dataclass written by force": (
+        Frozen,
+        lambda held: held.scale,
+        lambda m: object.__setattr__(m.held, "scale", 2.0),
+    ),
+    "property of an object": (Computed, lambda held: held.scale, put("_scale", 2.0)),
+    "object called": (Callable, lambda held: held(1.0), put("scale", 3.0)),
+    "two levels of objects": (
+        lambda: Settings(inner=Settings()),
+        lambda held: held.inner.scale,
+        lambda m: setattr(m.held.inner, "scale", 2.0),
+    ),
+    "three levels of objects": (
+        lambda: Settings(inner=Settings(inner=Plain())),
+        lambda held: held.inner.inner.scale,
+        lambda m: setattr(m.held.inner.inner, "scale", 2.0),
+    ),
+    "five levels of objects": (
+        lambda: Plain(Plain(Plain(Plain(Plain())))),
+        lambda held: held.scale.scale.scale.scale.scale,
+        lambda m: setattr(m.held.scale.scale.scale.scale, "scale", 2.0),
+    ),
+    "object in a list": (
+        lambda: [Plain()],
+        lambda held: held[0].scale,
+        lambda m: setattr(m.held[0], "scale", 2.0),
+    ),
+    "object in a dict": (
+        lambda: {"a": Plain()},
+        lambda held: held["a"].scale,
+        lambda m: setattr(m.held["a"], "scale", 2.0),
+    ),
+    "list in an object": (
+        lambda: types.SimpleNamespace(scales=[1.0]),
+        lambda held: held.scales[0],
+        lambda m: m.held.scales.__setitem__(0, 2.0),
+    ),
+    "list, entry": (lambda: [1.0, 2.0], lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0)),
+    "list, longer than most": (
+        lambda: [1.0] * 200,
+        lambda held: held[150],
+        lambda m: m.held.__setitem__(150, 2.0),
+    ),
+    "list, appended": (lambda: [1.0], lambda held: sum(held), lambda m: m.held.append(2.0)),
+    "list, reversed in place": (
+        lambda: [1.0, 2.0, 3.0],
+        lambda held: held[0],
+        lambda m: m.held.reverse(),
+    ),
+    "list of lists": (
+        lambda: [[1.0], [2.0]],
+        lambda held: held[1][0],
+        lambda m: m.held[1].__setitem__(0, 3.0),
+    ),
+    "list of 100 tuples": (
+        lambda: [(1.0, 2.0)] * 100,
+        lambda held: held[99][0],
+        lambda m: m.held.__setitem__(99, (4.0, 2.0)),
+    ),
+    "tuple of ints becomes floats": (
+        lambda: (1,),
+        lambda held: 2.0 if isinstance(held[0], float) else 1.0,
+        lambda m: setattr(m, "held", (1.0,)),
+    ),
+    "int becomes bool": (
+        lambda: 1,
+        lambda held: 2.0 if held is True else 1.0,
+        lambda m: setattr(m, "held", True),
+    ),
+    "zero becomes minus zero": (
+        lambda: 0.0,
+        lambda held: 1.0 / torch.tensor(held),
+        lambda m: setattr(m, "held", -0.0),
+    ),
+    "list of ints becomes floats": (
+        lambda: [1],
+        lambda held: 2.0 if isinstance(held[0], float) else 1.0,
+        lambda m: m.held.__setitem__(0, 1.0),
+    ),
+    "number": (lambda: 1.0, lambda held: held, lambda m: setattr(m, "held", 2.0)),
+    "string": (lambda: "a", lambda held: 1.0 + (held == "b"), lambda m: setattr(m, "held", "b")),
+    "bytearray": (
+        lambda: bytearray(b"\x01"),
+        lambda held: held[0],
+        lambda m: m.held.__setitem__(0, 2),
+    ),
+    "dict, value": (lambda: {"s": 1.0}, lambda held: held["s"], lambda m: m.held.update(s=2.0)),
+    "dict, key exchanged for another": (
+        lambda: {"a": 1.0},
+        lambda held: 2.0 if "b" in held else 1.0,
+        lambda m: (m.held.pop("a"), m.held.update(b=1.0)),
+    ),
+    "dict, order": (
+        lambda: {"a": 1.0, "b": 2.0},
+        lambda held: next(iter(held.values())),
+        lambda m: m.held.update(a=m.held.pop("a")),
+    ),
+    "defaultdict": (
+        lambda: defaultdict(float, s=1.0),
+        lambda held: held["s"],
+        lambda m: m.held.update(s=2.0),
+    ),
+    "Counter": (lambda: Counter(a=1), lambda held: held["a"], lambda m: m.held.update(a=1)),
+    "ChainMap": (
+        lambda: ChainMap({}, {"s": 1.0}),
+        lambda held: held["s"],
+        lambda m: m.held.maps[1].update(s=2.0),
+    ),
+    "UserDict": (lambda: UserDict(s=1.0), lambda held: held["s"], lambda m: m.held.update(s=2.0)),
+    "UserList": (
+        lambda: UserList([1.0]),
+        lambda held: held[0],
+        lambda m: m.held.__setitem__(0, 2.0),
+    ),
+    "mapping proxy": (
+        lambda: types.MappingProxyType(_fresh(SHARED, s=1.0)),
+        lambda held: held["s"],
+        lambda m: SHARED.update(s=2.0),
+    ),
+    "set, added to": (lambda: {1, 2}, lambda held: float(sum(held)), lambda m: m.held.add(5)),
+    "set, element exchanged": (
+        lambda: {1, 2},
+        lambda held: float(sum(held)),
+        lambda m: (m.held.discard(1), m.held.add(7)),
+    ),
+    "frozenset replaced": (
+        lambda: frozenset({1}),
+        lambda held: float(sum(held)),
+        lambda m: setattr(m, "held", frozenset({2})),
+    ),
+    "deque rotated": (lambda: deque([1.0, 2.0]), lambda held: held[0], lambda m: m.held.rotate()),
+    "namedtuple replaced": (
+        lambda: Pair(1.0, 0.0),
+        lambda held: held.scale,
+        lambda m: setattr(m, "held", m.held._replace(scale=2.0)),
+    ),
+    "namedtuple with a list inside": (
+        lambda: Pair([1.0], 0.0),
+        lambda held: held.scale[0],
+        lambda m: m.held.scale.__setitem__(0, 2.0),
+    ),
+    "Enum": (
+        lambda: Mode.SOFT,
+        lambda held: 1.0 + (held is Mode.HARD),
+        lambda m: setattr(m, "held", Mode.HARD),
+    ),
+    "IntEnum": (
+        lambda: Level.LOW,
+        lambda held: float(held),
+        lambda m: setattr(m, "held", Level.HIGH),
+    ),
+    "Flag": (
+        lambda: Flags.A,
+        lambda held: float(held.value),
+        lambda m: setattr(m, "held", Flags.A | Flags.B),
+    ),
+    "Enum in an object": (
+        lambda: Plain(Mode.SOFT),
+        lambda held: 1.0 + (held.scale is Mode.HARD),
+        put("scale", Mode.HARD),
+    ),
+    "slice": (
+        lambda: slice(0, 1),
+        lambda held: float(held.stop),
+        lambda m: setattr(m, "held", slice(0, 2)),
+    ),
+    "range": (
+        lambda: range(2),
+        lambda held: float(len(held)),
+        lambda m: setattr(m, "held", range(4)),
+    ),
+    "Fraction": (
+        lambda: fractions.Fraction(1, 2),
+        float,
+        lambda m: setattr(m, "held", fractions.Fraction(3, 2)),
+    ),
+    "Decimal": (lambda: Decimal("0.5"), float, lambda m: setattr(m, "held", Decimal("1.5"))),
+    "complex number": (
+        lambda: 1 + 1j,
+        lambda held: held.imag,
+        lambda m: setattr(m, "held", 1 + 2j),
+    ),
+    "torch.Size": (
+        lambda: torch.Size([1, 2]),
+        lambda held: float(held[1]),
+        lambda m: setattr(m, "held", torch.Size([1, 3])),
+    ),
+    "numpy scalar": (lambda: np.float32(1.0), float, lambda m: setattr(m, "held", np.float32(2.0))),
+    "numpy array in place": (
+        lambda: np.ones(2),
+        lambda held: float(held[0]),
+        lambda m: m.held.__setitem__(0, 2.0),
+    ),
+    "numpy array replaced": (
+        lambda: np.ones(2),
+        lambda held: float(held[0]),
+        lambda m: setattr(m, "held", np.full(2, 2.0)),
+    ),
+    "numpy array behind a tensor": (
+        lambda: np.ones(4, dtype=np.float32),
+        lambda held: torch.as_tensor(held).sum().item(),
+        lambda m: m.held.__setitem__(0, 2.0),
+    ),
+    "array of an object": (
+        lambda: Plain(np.ones(2)),
+        lambda held: float(held.scale[1]),
+        lambda m: m.held.scale.__setitem__(1, 2.0),
+    ),
+    "memoryview": (
+        lambda: memoryview(bytearray(b"\x01\x02")),
+        lambda held: float(held[0]),
+        lambda m: m.held.__setitem__(0, 3),
+    ),
+    "weak reference": (
+        lambda: weakref.ref(_fresh_kept()),
+        lambda held: held().scale,
+        lambda m: setattr(KEPT, "scale", 2.0),
+    ),
+    "class as a value": (
+        lambda: type("Made", (), {"scale": 1.0}),
+        lambda held: held.scale,
+        put("scale", 2.0),
+    ),
+    "module of Python as a value": (
+        lambda: types.ModuleType("made"),
+        lambda held: getattr(held, "scale", 1.0),
+        put("scale", 2.0),
+    ),
+    "queue": (
+        lambda: _queue(),
+        lambda held: held.queue[0],
+        lambda m: m.held.queue.__setitem__(0, 2.0),
+    ),
+    "attribute added later": (Plain, lambda held: getattr(held, "extra", 1.0), put("extra", 2.0)),
+    "None becomes an object": (
+        lambda: None,
+        lambda held: 1.0 if held is None else held.scale,
+        lambda m: setattr(m, "held", Plain(2.0)),
+    ),
+    "object holds a tensor, replaced": (
+        lambda: Plain(torch.ones(4)),
+        lambda held: held.scale,
+        lambda m: setattr(m.held, "scale", m.held.scale * 2),
+    ),
+    "object holds a tensor, in place": (
+        lambda: Plain(torch.ones(4)),
+        lambda held: held.scale,
+        lambda m: m.held.scale.mul_(2),
+    ),
+    "list holds a tensor, replaced": (
+        lambda: [torch.ones(4)],
+        lambda held: held[0],
+        lambda m: m.held.__setitem__(0, m.held[0] * 2),
+    ),
+    "set of one tensor": (
+        lambda: {torch.ones(4)},
+        lambda held: next(iter(held)),
+        lambda m: (
+            m.held.clear(),
+            m.held.add(torch.full((4,), 2.0, device=m.linear.weight.device)),
+        ),
+    ),
+    "deque holds a tensor, in place": (
+        lambda: deque([torch.ones(4)]),
+        lambda held: held[0],
+        lambda m: m.held[0].mul_(2),
+    ),
+}.items():
+    holder(name, *parts)
 
 SHARED = {"s": 1.0}
 KEPT = Plain()
@@ -543,24 +504,27 @@ def hidden(name, make, draw):
     add("hidden state", name, lambda: Own(lambda m, x: m.linear(x) * draw(m.held), held=make()))
 
 
-hidden("random.Random", lambda: random.Random(3), lambda held: held.random())
-hidden("random.Random in a list", lambda: [random.Random(3)], lambda held: held[0].random())
-hidden(
-    "random.Random in an object", lambda: Plain(random.Random(3)), lambda held: held.scale.random()
-)
-hidden("numpy Generator", lambda: np.random.default_rng(3), lambda held: float(held.random()))
-hidden("numpy RandomState", lambda: np.random.RandomState(3), lambda held: float(held.rand()))
-hidden(
-    "numpy Generator in a dict",
-    lambda: {"rng": np.random.default_rng(3)},
-    lambda held: float(held["rng"].normal()),
-)
-hidden("itertools.count", lambda: itertools.count(1), lambda held: float(next(held)))
-hidden("itertools.cycle", lambda: itertools.cycle([1.0, 2.0]), lambda held: next(held))
-hidden("list iterator", lambda: iter([float(n) for n in range(1, 100)]), lambda held: next(held))
-hidden("generator", lambda: (float(n) for n in range(1, 100)), lambda held: next(held))
-hidden("bound method of a generator", lambda: random.Random(3).random, lambda held: held())
-hidden("partial over a generator", lambda: _partial(), lambda held: held())
+for name, parts in {
+    "random.Random": (lambda: random.Random(3), lambda held: held.random()),
+    "random.Random in a list": (lambda: [random.Random(3)], lambda held: held[0].random()),
+    "random.Random in an object": (
+        lambda: Plain(random.Random(3)),
+        lambda held: held.scale.random(),
+    ),
+    "numpy Generator": (lambda: np.random.default_rng(3), lambda held: float(held.random())),
+    "numpy RandomState": (lambda: np.random.RandomState(3), lambda held: float(held.rand())),
+    "numpy Generator in a dict": (
+        lambda: {"rng": np.random.default_rng(3)},
+        lambda held: float(held["rng"].normal()),
+    ),
+    "itertools.count": (lambda: itertools.count(1), lambda held: float(next(held))),
+    "itertools.cycle": (lambda: itertools.cycle([1.0, 2.0]), lambda held: next(held)),
+    "list iterator": (lambda: iter([float(n) for n in range(1, 100)]), lambda held: next(held)),
+    "generator": (lambda: (float(n) for n in range(1, 100)), lambda held: next(held)),
+    "bound method of a generator": (lambda: random.Random(3).random, lambda held: held()),
+    "partial over a generator": (lambda: _partial(), lambda held: held()),
+}.items():
+    hidden(name, *parts)
 add(
     "hidden state",
     "torch.Generator",
@@ -569,26 +533,26 @@ add(
         held=torch.Generator(torch.get_default_device()).manual_seed(3),
     ),
 )
-hidden(
-    "deque that forward rotates",
-    lambda: deque([1.0, 2.0]),
-    lambda held: (held.rotate(), held[0])[1],
-)
-hidden("list that forward pops", lambda: [float(n) for n in range(1, 100)], lambda held: held.pop())
-hidden(
-    "dict that forward counts in",
-    lambda: {"n": 0},
-    lambda held: held.update(n=held["n"] + 1) or float(held["n"]),
-)
-hidden(
-    "object that forward counts in",
-    Plain,
-    lambda held: setattr(held, "scale", held.scale + 1) or held.scale,
-)
-hidden("object counted by a method", lambda: Counting(), lambda held: held.next())
-hidden("queue that forward takes from", lambda: _long_queue(), lambda held: held.get())
-hidden("set that forward grows", set, lambda held: (held.add(len(held)), float(len(held)))[1])
-hidden("memoised by a cache", dict, lambda held: held.setdefault("k", 2.0))
+for name, parts in {
+    "deque that forward rotates": (
+        lambda: deque([1.0, 2.0]),
+        lambda held: (held.rotate(), held[0])[1],
+    ),
+    "list that forward pops": (lambda: [float(n) for n in range(1, 100)], lambda held: held.pop()),
+    "dict that forward counts in": (
+        lambda: {"n": 0},
+        lambda held: held.update(n=held["n"] + 1) or float(held["n"]),
+    ),
+    "object that forward counts in": (
+        Plain,
+        lambda held: setattr(held, "scale", held.scale + 1) or held.scale,
+    ),
+    "object counted by a method": (lambda: Counting(), lambda held: held.next()),
+    "queue that forward takes from": (lambda: _long_queue(), lambda held: held.get()),
+    "set that forward grows": (set, lambda held: (held.add(len(held)), float(len(held)))[1]),
+    "memoised by a cache": (dict, lambda held: held.setdefault("k", 2.0)),
+}.items():
+    hidden(name, *parts)
 
 
 class Counting:
@@ -613,30 +577,21 @@ def _long_queue():
     return made
 
 
-add("hidden state", "module's counter", lambda: Own(_count, n=0))
-add("hidden state", "global random", lambda: Own(lambda m, x: m.linear(x) * random.random()))
-add(
-    "hidden state",
-    "global numpy random",
-    lambda: Own(lambda m, x: m.linear(x) * float(np.random.rand())),
-)
-add(
-    "hidden state",
-    "random.choice of a branch",
-    lambda: Own(lambda m, x: m.linear(x) if random.random() < 0.5 else m.linear(x) * 2),
-)
-add(
-    "hidden state",
-    "torch random to a branch on the host",
-    lambda: Own(lambda m, x: m.linear(x) if torch.rand(()).item() < 0.5 else m.linear(x) * 2),
-)
-add(
-    "hidden state",
-    "layer drop by torch.rand on the CPU",
-    lambda: Own(
+for name, make in {
+    "module's counter": lambda: Own(_count, n=0),
+    "global random": lambda: Own(lambda m, x: m.linear(x) * random.random()),
+    "global numpy random": lambda: Own(lambda m, x: m.linear(x) * float(np.random.rand())),
+    "random.choice of a branch": lambda: Own(
+        lambda m, x: m.linear(x) if random.random() < 0.5 else m.linear(x) * 2
+    ),
+    "torch random to a branch on the host": lambda: Own(
+        lambda m, x: m.linear(x) if torch.rand(()).item() < 0.5 else m.linear(x) * 2
+    ),
+    "layer drop by torch.rand on the CPU": lambda: Own(
         lambda m, x: m.linear(x) if bool(torch.rand(1, device="cpu") < 0.5) else x * m.linear.bias
     ),
-)
+}.items():
+    add("hidden state", name, make)
 
 
 def _count(m, x):

@@ -112,9 +112,7 @@ def wasserstein(model, draw):
         score = model(x)
         slope = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
         loss = score.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -125,9 +123,7 @@ def r1_every_fourth(model, draw):
         loss = score.mean()
         if step % 4 == 3:
             loss = loss + torch.autograd.grad(score.sum(), x, create_graph=True)[0].square().sum()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -235,9 +231,7 @@ def distilled(model, draw):
     for step in range(STEPS):
         x = draw(step).rows()
         loss = functional.mse_loss(model(x), teacher(x) * 2)
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -245,9 +239,7 @@ def contrastive(model, draw):
     for step in range(STEPS):
         left, right = model(draw(step).rows()), model(draw(50 + step).rows())
         loss = functional.cross_entropy(left @ right.t(), torch.arange(3, device=left.device))
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -257,9 +249,7 @@ def siamese(model, draw):
         with torch.no_grad():
             target = model(draw(50 + step).rows())
         loss = (model(draw(step).rows()) - target).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -269,9 +259,7 @@ def through_time(model, draw):
         for _ in range(3):
             state = torch.tanh(model(state))
         loss = state.square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -290,9 +278,7 @@ def policy(model, draw):
         chances = torch.distributions.Categorical(logits=model(draw(step).rows()))
         action = chances.sample()
         loss = -(chances.log_prob(action) * action.float()).mean() - 0.1 * chances.entropy().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss, "action": action}
+        yield _stepped(model, loss, action=action)
         model.zero_grad()
 
 
@@ -305,9 +291,7 @@ def clipped_policy(model, draw):
         for _ in range(3):
             new = functional.log_softmax(model(x), -1)
             loss = -torch.minimum((new - old).exp(), (new - old).exp().clamp(0.8, 1.2)).mean()
-            loss.backward()
-            _sgd(model)
-            yield {"loss": loss}
+            yield _stepped(model, loss)
             model.zero_grad()
 
 
@@ -319,9 +303,7 @@ def attacked(model, draw):
             x = x.detach().requires_grad_()
             x = x + 0.1 * torch.autograd.grad(model(x).square().mean(), x)[0].sign()
         loss = model(x.detach()).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"x": x, "loss": loss}
+        yield _stepped(model, loss, x=x)
         model.zero_grad()
 
 
@@ -354,9 +336,7 @@ def finetuned(model, draw):
         if step in (0, 4):
             layers[step // 4].requires_grad_(True)
         loss = model(draw(step).rows()).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -366,9 +346,7 @@ def one_at_a_time(model, draw):
         model.linear.requires_grad_(step % 2 == 0)
         model.other.requires_grad_(step % 2 == 1)
         loss = model(draw(step).rows()).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss, "none": [p.grad is None for p in model.parameters()]}
+        yield _stepped(model, loss, none=[p.grad is None for p in model.parameters()])
         model.zero_grad()
 
 
@@ -380,9 +358,7 @@ def restored(model, draw):
         if step == 5:
             model.load_state_dict(copy.deepcopy(saved), assign=True)
         loss = model(draw(step).rows()).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss}
+        yield _stepped(model, loss)
         model.zero_grad()
 
 
@@ -457,10 +433,15 @@ def flat_parameters(model, draw):
                 start += parameter.numel()
             model.__dict__["flat"] = flat
         loss = model(draw(step).rows()).square().mean()
-        loss.backward()
-        _sgd(model)
-        yield {"loss": loss, "flat": model.__dict__.get("flat")}
+        yield _stepped(model, loss, flat=model.__dict__.get("flat"))
         model.zero_grad()
+
+
+def _stepped(model, loss, **facts):
+    """What must agree after a backward and a step of descent."""
+    loss.backward()
+    _sgd(model)
+    return {"loss": loss, **facts}
 
 
 def _sgd(model):

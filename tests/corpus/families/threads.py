@@ -5,7 +5,7 @@ import threading
 
 import torch
 from corpus.entry import Own, add, one
-from corpus.facts import ANY_ERROR
+from corpus.facts import together
 from torch import nn
 
 GROUP = "threads"
@@ -17,25 +17,6 @@ def net():
         other=nn.Linear(4, 4),
         drop=nn.Dropout(0.0),
     )
-
-
-def together(*acts):
-    """Run acts in threads of their own, and raise what one of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(act):
-        try:
-            act()
-        except ANY_ERROR as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def loop(name, drive, make=net):

@@ -429,32 +429,28 @@ add(
         ),
     ),
 )
-add(
-    GROUP,
-    "ResNet to channels last",
-    ResNet,
-    image,
-    mutate=lambda m: m.to(memory_format=torch.channels_last),
-)
-add(
-    GROUP,
-    "ResNet, BatchNorm frozen",
-    ResNet,
-    image,
-    mutate=lambda m: [c.eval() for c in m.modules() if isinstance(c, nn.BatchNorm2d)],
-)
-add(
-    GROUP,
-    "ResNet, head exchanged",
-    ResNet,
-    image,
-    mutate=lambda m: setattr(m, "head", nn.Linear(4, 7).to(m.head.weight.device)),
-)
-add(GROUP, "ResNet, stem frozen", ResNet, image, mutate=lambda m: m.stem.requires_grad_(False))
-add(GROUP, "inverted residual", Inverted, image_grad)
-add(GROUP, "DenseNet", Dense, image_grad)
-add(GROUP, "DenseNet, checkpointed", lambda: Dense(saving=True), image_grad)
-add(GROUP, "ConvNeXt", ConvNeXt, image_grad)
+for name, (make, given, mutate) in {
+    "ResNet to channels last": (ResNet, image, lambda m: m.to(memory_format=torch.channels_last)),
+    "ResNet, BatchNorm frozen": (
+        ResNet,
+        image,
+        lambda m: [c.eval() for c in m.modules() if isinstance(c, nn.BatchNorm2d)],
+    ),
+    "ResNet, head exchanged": (
+        ResNet,
+        image,
+        lambda m: setattr(m, "head", nn.Linear(4, 7).to(m.head.weight.device)),
+    ),
+    "ResNet, stem frozen": (ResNet, image, lambda m: m.stem.requires_grad_(False)),
+}.items():
+    add(GROUP, name, make, given, mutate=mutate)
+for name, parts in {
+    "inverted residual": (Inverted, image_grad),
+    "DenseNet": (Dense, image_grad),
+    "DenseNet, checkpointed": (lambda: Dense(saving=True), image_grad),
+    "ConvNeXt": (ConvNeXt, image_grad),
+}.items():
+    add(GROUP, name, *parts)
 for label, options in {
     "": {},
     ", mean": {"pool": "mean"},

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import torch
-from corpus.hostile.kit import Lin, Own, X, case, train
+from corpus.hostile.kit import Lin, Own, X, case, cases, train
 from torch import nn
 
 HERE = sys.modules[__name__]
@@ -22,49 +22,36 @@ def bump():
 
 @case
 def counter_in_a_numpy_array():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.n = np.zeros(1)
+    def forward(self, x):
+        self.n[0] += 1
+        return self.l(x) * float(self.n[0])
 
-        def forward(self, x):
-            self.n[0] += 1
-            return self.l(x) * float(self.n[0])
-
-    train(M(), observe=lambda m: float(m.n[0]))
+    train(Own(forward, n=np.zeros(1)), observe=lambda m: float(m.n[0]))
 
 
 @case
 def counter_in_arrayarray():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.n = array.array("d", [0.0])
+    def forward(self, x):
+        self.n[0] += 1
+        return self.l(x) * self.n[0]
 
-        def forward(self, x):
-            self.n[0] += 1
-            return self.l(x) * self.n[0]
-
-    train(M(), observe=lambda m: m.n[0])
+    train(Own(forward, n=array.array("d", [0.0])), observe=lambda m: m.n[0])
 
 
 @case
 def counter_in_ctypes():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.n = ctypes.c_int(0)
+    def forward(self, x):
+        self.n.value += 1
+        return self.l(x) * float(self.n.value)
 
-        def forward(self, x):
-            self.n.value += 1
-            return self.l(x) * float(self.n.value)
-
-    train(M(), observe=lambda m: m.n.value)
+    train(Own(forward, n=ctypes.c_int(0)), observe=lambda m: m.n.value)
 
 
-@case
-def counter_on_a_function():
-    train(Own(lambda m, x: m.l(x) * bump()), observe=lambda m: bump.n)
+cases(
+    counter_on_a_function=lambda: train(
+        Own(lambda m, x: m.l(x) * bump()), observe=lambda m: bump.n
+    ),
+)
 
 
 @case
@@ -72,16 +59,11 @@ def counter_in_a_thread_object():
     class W(threading.Thread):
         n = 0.0
 
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.w = W()
+    def forward(self, x):
+        self.w.n += 1
+        return self.l(x) * self.w.n
 
-        def forward(self, x):
-            self.w.n += 1
-            return self.l(x) * self.w.n
-
-    train(M(), observe=lambda m: m.w.n)
+    train(Own(forward, w=W()), observe=lambda m: m.w.n)
 
 
 class AfterCounter:
@@ -112,27 +94,21 @@ class Dying:
 
 @case
 def effect_of_a_del():
-    class M(Lin):
-        def forward(self, x):
-            Dying()
-            return self.l(x) * float(COUNTS["n"])
+    def forward(self, x):
+        Dying()
+        return self.l(x) * float(COUNTS["n"])
 
-    train(M(), observe=lambda m: COUNTS["n"])
+    train(Own(forward), observe=lambda m: COUNTS["n"])
 
 
 @case
 def round_robin_by_order_of_an_own_dict():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.r = {float(i): 0 for i in range(1, 8)}
+    def forward(self, x):
+        k = next(iter(self.r))
+        self.r[k] = self.r.pop(k)
+        return self.l(x) * k
 
-        def forward(self, x):
-            k = next(iter(self.r))
-            self.r[k] = self.r.pop(k)
-            return self.l(x) * k
-
-    train(M(), observe=lambda m: next(iter(m.r)))
+    train(Own(forward, r={float(i): 0 for i in range(1, 8)}), observe=lambda m: next(iter(m.r)))
 
 
 @case
@@ -153,37 +129,27 @@ def lru_cache_that_makes_ids():
 
 @case
 def storage_copy():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("b", torch.ones(4))
-            self.register_buffer("c", torch.full((4,), 2.0))
+    def forward(self, x):
+        self.b.untyped_storage().copy_(self.c.untyped_storage())
+        self.c.add_(1.0)
+        return self.l(x) * self.b
 
-        def forward(self, x):
-            self.b.untyped_storage().copy_(self.c.untyped_storage())
-            self.c.add_(1.0)
-            return self.l(x) * self.b
-
-    train(M())
+    train(Own(forward, buffers={"b": torch.ones(4), "c": torch.full((4,), 2.0)}))
 
 
-@case
-def storage_byte_read_of_input():
-    train(
+cases(
+    storage_byte_read_of_input=lambda: train(
         Own(lambda m, x, f: m.l(x) * (2.0 if f.untyped_storage()[0] else 1.0)),
         inp=lambda i: (X(i), torch.full((4,), int(i >= 5), dtype=torch.uint8)),
-    )
-
-
-@case
-def pointer_read():
-    train(
+    ),
+    pointer_read=lambda: train(
         Own(
             lambda m, x: m.l(x) * ctypes.c_float.from_address(m.w.data_ptr()).value,
             buffers={"w": torch.ones(1)},
         ),
         lambda m, i, g: m.w.fill_(1.0 + (i >= 5)),
-    )
+    ),
+)
 
 
 @case
@@ -221,9 +187,11 @@ def from_numpy_inside_forward():
     train(Own(lambda m, x: m.l(x) * torch.from_numpy(a)), ch)
 
 
-@case
-def number_that_python_counts():
-    train(Own(lambda m, x: m.l(x) * float(threading.Thread().name.split("-")[1])))
+cases(
+    number_that_python_counts=lambda: train(
+        Own(lambda m, x: m.l(x) * float(threading.Thread().name.split("-")[1]))
+    ),
+)
 
 
 @case
@@ -243,16 +211,14 @@ def frombuffer_of_a_bytearray():
 # ---- composites that read the host
 @case
 def tensor_split_by_a_buffer():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("at", torch.tensor([1]))
+    def forward(self, x):
+        a, b = torch.tensor_split(self.l(x), self.at, dim=1)
+        return a.sum() * 2 + b.sum() * 3
 
-        def forward(self, x):
-            a, b = torch.tensor_split(self.l(x), self.at, dim=1)
-            return a.sum() * 2 + b.sum() * 3
-
-    train(M(), lambda m, i, g: m.at.fill_(1 if i < 5 else 3))
+    train(
+        Own(forward, buffers={"at": torch.tensor([1])}),
+        lambda m, i, g: m.at.fill_(1 if i < 5 else 3),
+    )
 
 
 @case
@@ -289,24 +255,22 @@ def packed_sequence_same_total_other_split():
 
 @case
 def dynamic_quantisation_asks_scale():
-    class M(Lin):
-        def forward(self, x):
-            h = self.l(x)
-            q = torch.quantize_per_tensor_dynamic(h.detach(), torch.qint8, False)
-            return h * q.q_scale()
+    def forward(self, x):
+        h = self.l(x)
+        q = torch.quantize_per_tensor_dynamic(h.detach(), torch.qint8, False)
+        return h * q.q_scale()
 
-    train(M())
+    train(Own(forward))
 
 
 @case
 def quantised_per_tensor():
-    class M(Lin):
-        def forward(self, x):
-            h = self.l(x)
-            q = torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.quint8)
-            return h + q.dequantize().detach(), q.int_repr()
+    def forward(self, x):
+        h = self.l(x)
+        q = torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.quint8)
+        return h + q.dequantize().detach(), q.int_repr()
 
-    train(M())
+    train(Own(forward))
 
 
 @case
@@ -334,46 +298,29 @@ def fake_quantise_disabled_later():
 
 @case
 def out_argument_of_a_held_tensor():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.t = torch.zeros(3, 4)
+    def forward(self, x):
+        with torch.no_grad():
+            torch.mul(x, 3.0, out=self.t)
+        return self.l(x) * self.t
 
-        def forward(self, x):
-            with torch.no_grad():
-                torch.mul(x, 3.0, out=self.t)
-            return self.l(x) * self.t
-
-    train(M())
+    train(Own(forward, t=torch.zeros(3, 4)))
 
 
-@case
-def quantile_of_a_tensor():
-    train(
+cases(
+    quantile_of_a_tensor=lambda: train(
         Own(lambda m, x, q: torch.quantile(m.l(x), q, dim=1)),
         inp=lambda i: (X(i), torch.tensor([0.1 * (1 + i % 5)])),
-    )
-
-
-@case
-def masked_scatter():
-    train(Own(lambda m, x: m.l(x).masked_scatter(x > 0, m.o(x))))
-
-
-@case
-def full_of_a_tensor():
-    train(
+    ),
+    masked_scatter=lambda: train(Own(lambda m, x: m.l(x).masked_scatter(x > 0, m.o(x)))),
+    full_of_a_tensor=lambda: train(
         Own(lambda m, x, a: m.l(x) * torch.full((4,), a)),
         inp=lambda i: (X(i), torch.tensor(float(i))),
-    )
-
-
-@case
-def roll_by_a_tensor():
-    train(
+    ),
+    roll_by_a_tensor=lambda: train(
         Own(lambda m, x, a: torch.roll(m.l(x), a, 1) * X(3)),
         inp=lambda i: (X(i), torch.tensor(1 + i % 3)),
-    )
+    ),
+)
 
 
 @case
@@ -393,17 +340,15 @@ def embedding_max_norm():
     )
 
 
-@case
-def segment_reduce():
-    train(
+cases(
+    segment_reduce=lambda: train(
         Own(lambda m, x, n: torch.segment_reduce(m.l(x), "sum", lengths=n, unsafe=True)),
         inp=lambda i: (X(i), torch.tensor([1, 2] if i % 2 else [2, 1])),
-    )
-
-
-@case
-def batch_norm_momentum_none():
-    train(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)))
+    ),
+    batch_norm_momentum_none=lambda: train(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    ),
+)
 
 
 @case

@@ -4,6 +4,8 @@
     def a_global():
         train(Own(lambda m, x: m.l(x) * SCALE), late(lambda m: setg(2.0)))
 
+    cases(a_global=lambda: train(...))  # the same, for what is one expression
+
 Cases patch torch, replace builtins and die: so each run is a fork, and what it has recorded (`rec`)
 comes back through a pipe. Verdicts:
 
@@ -64,11 +66,16 @@ _graphed: list[Any] | None = None  # in a run with graphs
 _recorded: list[Any] = []
 
 
+def cases(**named):
+    """Registers cases that are one expression each."""
+    if twice := named.keys() & CASES.keys():
+        raise ValueError(f"there are two cases called {min(twice)}")
+    CASES.update(named)
+
+
 def case(function):
     """Registers a case under its name."""
-    if function.__name__ in CASES:
-        raise ValueError(f"there are two cases called {function.__name__}")
-    CASES[function.__name__] = function
+    cases(**{function.__name__: function})
     return function
 
 
@@ -198,8 +205,7 @@ def _run_here(name, graphs):
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             CASES[name]()
         except ANY_ERROR as raised:

@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from corpus.hostile.kit import G, Lin, Own, X, case, late, rec, train
+from corpus.hostile.kit import G, Own, X, case, cases, late, rec, train
 from torch import nn
 
 HERE = sys.modules[__name__]
@@ -41,16 +41,15 @@ def attention_of_one_tensor():
 
 @case
 def buffer_passed_late_and_written_inside():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("b", torch.ones(3, 4))
+    def forward(self, x):
+        self.b.mul_(0.5)
+        return self.l(x)
 
-        def forward(self, x):
-            self.b.mul_(0.5)
-            return self.l(x)
-
-    train(M(), call=lambda g, x, i: g(x if i < 5 else (g.b if True else x)), grad=False)
+    train(
+        Own(forward, buffers={"b": torch.ones(3, 4)}),
+        call=lambda g, x, i: g(x if i < 5 else (g.b if True else x)),
+        grad=False,
+    )
 
 
 @case
@@ -67,22 +66,18 @@ def batch_norm_statistics_as_argument():
     train(M(), call=lambda g, x, i: g(x, torch.zeros(4) if i < 5 else g.bn.running_mean))
 
 
-@case
-def is_contiguous_asked_from_the_start():
-    train(
+cases(
+    is_contiguous_asked_from_the_start=lambda: train(
         Own(lambda m, x: m.l(x) if x.is_contiguous() else m.o(x)),
         inp=lambda i: X(i, 3, 8)[:, :4],
         grad=False,
-    )
-
-
-@case
-def as_strided_of_a_slice():
-    train(
+    ),
+    as_strided_of_a_slice=lambda: train(
         Own(lambda m, x: m.l(torch.as_strided(x, (2, 4), (x.stride(0) if False else 8, 1))[:, :4])),
         inp=lambda i: X(i, 3, 8)[:, :4],
         grad=False,
-    )
+    ),
+)
 
 
 @case
@@ -117,12 +112,12 @@ def channels_last_of_one_channel():
     )
 
 
-@case
-def parameter_argument_in_turns():
-    train(
+cases(
+    parameter_argument_in_turns=lambda: train(
         Own(lambda m, x: m.l(x) * (2.0 if isinstance(x, nn.Parameter) else 1.0)),
         inp=lambda i: nn.Parameter(X(i)) if i == 5 else X(i).requires_grad_(),
-    )
+    ),
+)
 
 
 class Label(str):
@@ -135,12 +130,12 @@ def label(v):
     return r
 
 
-@case
-def attribute_of_a_string_argument():
-    train(
+cases(
+    attribute_of_a_string_argument=lambda: train(
         Own(lambda m, x, given: m.l(x) * given.scale),
         inp=lambda i: (X(i), label(1.0 if i < 5 else 2.0)),
-    )
+    ),
+)
 
 
 class Mode(enum.Enum):
@@ -193,12 +188,12 @@ def registered_pytree_argument_with_method():
     )
 
 
-@case
-def zero_dim_and_empty_inputs():
-    train(
+cases(
+    zero_dim_and_empty_inputs=lambda: train(
         Own(lambda m, x, a, e: (m.l(x) * a + e.sum(), torch.cat([e, e]))),
         inp=lambda i: (X(i), torch.tensor(1.0 + i), torch.zeros(0, 4)),
-    )
+    ),
+)
 
 
 @case
@@ -223,9 +218,9 @@ def numpy_of_an_output_kept():
     train(nn.Linear(4, 4), back=back)
 
 
-@case
-def parameter_holding_output():
-    train(Own(lambda m, x: (m.l(x), nn.Parameter(torch.ones(2)))))
+cases(
+    parameter_holding_output=lambda: train(Own(lambda m, x: (m.l(x), nn.Parameter(torch.ones(2))))),
+)
 
 
 # ---- gradients
@@ -366,12 +361,12 @@ def other_shapes_accumulate():
         rec([p.grad for p in m.parameters()])
 
 
-@case
-def swap_tensors_of_a_weight():
-    train(
+cases(
+    swap_tensors_of_a_weight=lambda: train(
         Own(lambda m, x: m.o(torch.tanh(m.l(x)))),
         late(lambda m: torch.utils.swap_tensors(m.l.weight, nn.Parameter(torch.ones(4, 4)))),
-    )
+    ),
+)
 
 
 @case
@@ -476,24 +471,22 @@ def user_function_compiled_by_own_backend():
 
 @case
 def saved_tensor_hooks_inside():
-    class M(Lin):
-        def forward(self, x):
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: t.to(torch.bfloat16), lambda t: t.float()
-            ):
-                return self.o(torch.tanh(self.l(x)))
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.to(torch.bfloat16), lambda t: t.float()
+        ):
+            return self.o(torch.tanh(self.l(x)))
 
-    train(M())
+    train(Own(forward))
 
 
 @case
 def per_sample_functional_call_inside():
-    class M(Lin):
-        def forward(self, x):
-            p = dict(self.l.named_parameters())
-            return torch.func.vmap(lambda r: torch.func.functional_call(self.l, p, (r,)))(x)
+    def forward(self, x):
+        p = dict(self.l.named_parameters())
+        return torch.func.vmap(lambda r: torch.func.functional_call(self.l, p, (r,)))(x)
 
-    train(M())
+    train(Own(forward))
 
 
 @case
@@ -546,9 +539,8 @@ def weight_norm_and_spectral_norm():
     train(m, opt=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
 
 
-@case
-def load_state_dict_assign():
-    train(
+cases(
+    load_state_dict_assign=lambda: train(
         Own(lambda m, x: m.o(torch.tanh(m.l(x)))),
         lambda m, i, g: (
             m.load_state_dict({k: v.clone() * 1.1 for k, v in m.state_dict().items()}, assign=True)
@@ -556,7 +548,8 @@ def load_state_dict_assign():
             else None
         ),
         steps=10,
-    )
+    ),
+)
 
 
 @case

@@ -5,7 +5,7 @@ import sys
 
 import torch
 import transformers
-from corpus.hostile.kit import G, case, rec
+from corpus.hostile.kit import G, case, cases, rec
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,22 +91,13 @@ def lm(
     rec(list(m.parameters()))
 
 
-@case
-def llama_plain():
-    lm(llama())
-
-
-@case
-def llama_dynamic_rope():
-    lm(
+cases(
+    llama_plain=lambda: lm(llama()),
+    llama_dynamic_rope=lambda: lm(
         llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
         length=lambda i: 6 if i < 5 else 40,
-    )
-
-
-@case
-def llama_longrope():
-    lm(
+    ),
+    llama_longrope=lambda: lm(
         llama(
             rope_parameters={
                 "rope_type": "longrope",
@@ -118,12 +109,11 @@ def llama_longrope():
             }
         ),
         length=lambda i: 6 if i % 2 else 20,
-    )
-
-
-@case
-def llama_attention_switched_after_capture():
-    lm(llama("sdpa"), lambda m, i, g: m.set_attn_implementation("eager" if i in (4, 5) else "sdpa"))
+    ),
+    llama_attention_switched_after_capture=lambda: lm(
+        llama("sdpa"), lambda m, i, g: m.set_attn_implementation("eager" if i in (4, 5) else "sdpa")
+    ),
+)
 
 
 @case
@@ -164,19 +154,15 @@ def tied_weights_broken_after_capture():
     lm(llama(tie_word_embeddings=True), ch)
 
 
-@case
-def evaluation_in_between():
-    lm(llama("sdpa"), eval_at=(3, 5, 6))
-
-
-@case
-def hidden_states_and_attentions_returned():
-    lm(llama(), output_hidden_states=True, output_attentions=True)
-
-
-@case
-def rotary_inverse_frequencies_replaced():
-    lm(llama(), lambda m, i, g: m.model.rotary_emb.inv_freq.mul_(0.5) if i == 5 else None)
+cases(
+    evaluation_in_between=lambda: lm(llama("sdpa"), eval_at=(3, 5, 6)),
+    hidden_states_and_attentions_returned=lambda: lm(
+        llama(), output_hidden_states=True, output_attentions=True
+    ),
+    rotary_inverse_frequencies_replaced=lambda: lm(
+        llama(), lambda m, i, g: m.model.rotary_emb.inv_freq.mul_(0.5) if i == 5 else None
+    ),
+)
 
 
 def small(name, **k):
@@ -229,9 +215,9 @@ def peft_model(kind="lora", **k):
     return peft.get_peft_model(m, cfg).train()
 
 
-@case
-def lora_plain():
-    lm(peft_model())
+cases(
+    lora_plain=lambda: lm(peft_model()),
+)
 
 
 @case
@@ -274,14 +260,10 @@ def lora_two_adapters_switched():
     lm(m, lambda m, i, g: m.set_adapter("b" if i % 3 == 2 else "default"), steps=10)
 
 
-@case
-def dora():
-    lm(peft_model(use_dora=True))
-
-
-@case
-def prompt_tuning():
-    lm(peft_model("prompt"), mask=True)
+cases(
+    dora=lambda: lm(peft_model(use_dora=True)),
+    prompt_tuning=lambda: lm(peft_model("prompt"), mask=True),
+)
 
 
 @case
@@ -319,6 +301,8 @@ def class_forward_of_a_layer_patched_reads_global():
     lm(llama(), ch)
 
 
-@case
-def call_hf_module_with_position_ids():
-    lm(llama("sdpa"), position_ids=torch.arange(6)[None].expand(2, 6))
+cases(
+    call_hf_module_with_position_ids=lambda: lm(
+        llama("sdpa"), position_ids=torch.arange(6)[None].expand(2, 6)
+    ),
+)

@@ -5,7 +5,7 @@ import types
 import weakref
 
 import torch
-from corpus.hostile.kit import Lin, Own, case, late, train
+from corpus.hostile.kit import Lin, Own, case, cases, late, train
 from torch import nn
 
 HERE = sys.modules[__name__]
@@ -18,37 +18,31 @@ def setg(v):
 
 @case
 def module_replaced_in_sys_modules():
-    class M(Lin):
-        def forward(self, x):
-            import hset
+    def forward(self, x):
+        import hset
 
-            return self.l(x) * hset.SCALE
+        return self.l(x) * hset.SCALE
 
     def ch(m):
         n = types.ModuleType("hset")
         n.SCALE = 2.0
         sys.modules["hset"] = n
 
-    train(M(), late(ch))
+    train(Own(forward), late(ch))
 
 
 @case
 def raw_storage_written_inside():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("b", torch.ones(4))
-
-        def forward(self, x):
-            y = self.l(x) * self.b.clone()
-            self.b.untyped_storage().fill_(0)
-            self.b.add_(i_of(self))
-            return y
+    def forward(self, x):
+        y = self.l(x) * self.b.clone()
+        self.b.untyped_storage().fill_(0)
+        self.b.add_(i_of(self))
+        return y
 
     def i_of(self):
         return 2.0
 
-    train(M())
+    train(Own(forward, buffers={"b": torch.ones(4)}))
 
 
 LOG = []
@@ -61,12 +55,11 @@ class Dying:
 
 @case
 def effect_of_del_not_named_in_forward():
-    class M(Lin):
-        def forward(self, x):
-            Dying()
-            return self.l(x)
+    def forward(self, x):
+        Dying()
+        return self.l(x)
 
-    train(M(), observe=lambda m: len(LOG))
+    train(Own(forward), observe=lambda m: len(LOG))
 
 
 class WithFunction(nn.Parameter):
@@ -110,6 +103,6 @@ def submodule_compiled_by_own_backend():
     train(m)
 
 
-@case
-def control_plain_global():
-    train(Own(lambda m, x: m.l(x) * SCALE), late(lambda m: setg(2.0)))
+cases(
+    control_plain_global=lambda: train(Own(lambda m, x: m.l(x) * SCALE), late(lambda m: setg(2.0))),
+)

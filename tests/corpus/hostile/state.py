@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.fx
 import torch.nn.functional as F
-from corpus.hostile.kit import G, Lin, Own, X, case, hset, late, rec, train
+from corpus.hostile.kit import G, Lin, Own, X, case, cases, hset, late, rec, train
 from torch import nn
 
 HERE = sys.modules[__name__]
@@ -49,14 +49,12 @@ class MAfter(nn.Module, AfterMixin):
         return self.scaled(self.l(x)) * self.k
 
 
-@case
-def mixin_after_module_method_global():
-    train(MAfter(), late(lambda m: setg(3.0)))
-
-
-@case
-def mixin_after_module_method_replaced():
-    train(MAfter(), late(lambda m: setattr(AfterMixin, "scaled", lambda self, x: x * 5)))
+cases(
+    mixin_after_module_method_global=lambda: train(MAfter(), late(lambda m: setg(3.0))),
+    mixin_after_module_method_replaced=lambda: train(
+        MAfter(), late(lambda m: setattr(AfterMixin, "scaled", lambda self, x: x * 5))
+    ),
+)
 
 
 @case
@@ -118,9 +116,11 @@ class CopyMe2:
         return r
 
 
-@case
-def copy_copy_of_a_config():
-    train(Own(lambda m, x: m.l(x) * copy.copy(m.c).v, c=CopyMe2()), late(lambda m: setg(2.0)))
+cases(
+    copy_copy_of_a_config=lambda: train(
+        Own(lambda m, x: m.l(x) * copy.copy(m.c).v, c=CopyMe2()), late(lambda m: setg(2.0))
+    ),
+)
 
 
 class Shown:
@@ -131,16 +131,16 @@ class Shown:
         return str(SCALE)
 
 
-@case
-def str_of_an_object_chooses():
-    train(
+cases(
+    str_of_an_object_chooses=lambda: train(
         Own(
             lambda m, x: m.l(x) * m.table[f"{m.mode}"],
             mode=Shown(),
             table={"hot": 2.0, "cold": 1.0},
         ),
         late(lambda m: setg(2.0)),
-    )
+    ),
+)
 
 
 class Fresh:
@@ -148,9 +148,11 @@ class Fresh:
         self.v = SCALE
 
 
-@case
-def instance_made_by_type_of_attribute():
-    train(Own(lambda m, x: m.l(x) * type(m.c)().v, c=Fresh()), late(lambda m: setg(2.0)))
+cases(
+    instance_made_by_type_of_attribute=lambda: train(
+        Own(lambda m, x: m.l(x) * type(m.c)().v, c=Fresh()), late(lambda m: setg(2.0))
+    ),
+)
 
 
 class Props:
@@ -161,17 +163,12 @@ class Props:
 
 @case
 def match_statement_reads_property():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.c = Props()
+    def forward(self, x):
+        match self.c:
+            case Props(heat=h):
+                return self.l(x) * h
 
-        def forward(self, x):
-            match self.c:
-                case Props(heat=h):
-                    return self.l(x) * h
-
-    train(M(), late(lambda m: setg(2.0)))
+    train(Own(forward, c=Props()), late(lambda m: setg(2.0)))
 
 
 class MyPartial(functools.partial):
@@ -179,9 +176,11 @@ class MyPartial(functools.partial):
         return super().__call__(*a) * SCALE
 
 
-@case
-def partial_subclass():
-    train(Own(lambda m, x: m.f(m.l(x)), f=MyPartial(torch.tanh)), late(lambda m: setg(2.0)))
+cases(
+    partial_subclass=lambda: train(
+        Own(lambda m, x: m.f(m.l(x)), f=MyPartial(torch.tanh)), late(lambda m: setg(2.0))
+    ),
+)
 
 
 @functools.lru_cache
@@ -210,9 +209,11 @@ class HasScaled:
         return 1.0
 
 
-@case
-def property_subclass():
-    train(Own(lambda m, x: m.l(x) * m.c.v, c=HasScaled()), late(lambda m: setg(2.0)))
+cases(
+    property_subclass=lambda: train(
+        Own(lambda m, x: m.l(x) * m.c.v, c=HasScaled()), late(lambda m: setg(2.0))
+    ),
+)
 
 
 class Tagged(np.ndarray):
@@ -265,50 +266,34 @@ def object_array_of_lists():
     train(M(), late(lambda m: m.a[0].__setitem__(0, 2.0)))
 
 
-@case
-def numpy_poly1d():
-    train(
+cases(
+    numpy_poly1d=lambda: train(
         Own(lambda m, x: m.l(x) * float(m.p(0.5)), p=np.poly1d([1.0, 0.0])),
         late(lambda m: m.p.coeffs.__setitem__(0, 2.0)),
-    )
-
-
-@case
-def numpy_frompyfunc():
-    train(
+    ),
+    numpy_frompyfunc=lambda: train(
         Own(lambda m, x: m.l(x) * float(m.f(1.0)), f=np.frompyfunc(lambda t: t * SCALE, 1, 1)),
         late(lambda m: setg(2.0)),
-    )
-
-
-@case
-def future_that_gets_its_result():
-    train(
+    ),
+    future_that_gets_its_result=lambda: train(
         Own(
             lambda m, x: m.l(x) * (m.f.result() if m.f.done() else 1.0),
             f=concurrent.futures.Future(),
         ),
         late(lambda m: m.f.set_result(2.0)),
-    )
-
-
-@case
-def contextlib_closing():
-    train(
+    ),
+    contextlib_closing=lambda: train(
         Own(
             lambda m, x: m.l(x) * m.c.thing.scale,
             c=contextlib.closing(types.SimpleNamespace(scale=1.0, close=lambda: None)),
         ),
         late(lambda m: setattr(m.c.thing, "scale", 2.0)),
-    )
-
-
-@case
-def xml_element():
-    train(
+    ),
+    xml_element=lambda: train(
         Own(lambda m, x: m.l(x) * float(m.e.get("scale")), e=ET.fromstring("<a scale='1.0'/>")),
         late(lambda m: m.e.set("scale", "2.0")),
-    )
+    ),
+)
 
 
 @case
@@ -375,32 +360,27 @@ def attrgetter_dotted():
 fetch = getattr
 
 
-@case
-def getattr_by_another_name():
-    train(
+cases(
+    getattr_by_another_name=lambda: train(
         Own(lambda m, x: m.l(x) * fetch(hset, m.key), key="SCALE"),
         late(lambda m: setattr(hset, "SCALE", 2.0)),
-    )
-
-
-@case
-def frame_globals():
-    train(
+    ),
+    frame_globals=lambda: train(
         Own(lambda m, x: m.l(x) * sys._getframe().f_globals["SCA" + "LE"]),
         late(lambda m: setg(2.0)),
-    )
+    ),
+)
 
 
 @case
 def callers_local_variable():
-    class M(Lin):
-        def forward(self, x):
-            f = sys._getframe()
-            while "heat_of_the_loop" not in f.f_locals:
-                f = f.f_back
-            return self.l(x) * f.f_locals["heat_of_the_loop"]
+    def forward(self, x):
+        f = sys._getframe()
+        while "heat_of_the_loop" not in f.f_locals:
+            f = f.f_back
+        return self.l(x) * f.f_locals["heat_of_the_loop"]
 
-    m = M()
+    m = Own(forward)
     g = G(m)
     for i in range(8):
         heat_of_the_loop = 1.0 if i < 5 else 2.0  # noqa: F841
@@ -409,12 +389,12 @@ def callers_local_variable():
         out.sum().backward()
 
 
-@case
-def format_string_reads_attribute():
-    train(
+cases(
+    format_string_reads_attribute=lambda: train(
         Own(lambda m, x: m.l(x) * float(TEXT.format(hset))),
         late(lambda m: setattr(hset, "SCALE", 2.0)),
-    )
+    ),
+)
 
 
 @case
@@ -433,13 +413,12 @@ def patched_einsum_of_functional():
     )
 
 
-@case
-def fx_graph_module_with_leaf_function():
-    class M(Lin):
-        def forward(self, x):
-            return leaf_for_fx(self.l(x))
-
-    train(torch.fx.symbolic_trace(M()), late(lambda m: setg(2.0)))
+cases(
+    fx_graph_module_with_leaf_function=lambda: train(
+        torch.fx.symbolic_trace(Own(lambda self, x: leaf_for_fx(self.l(x)))),
+        late(lambda m: setg(2.0)),
+    ),
+)
 
 
 def leaf_for_fx(x):
@@ -460,12 +439,12 @@ def singledispatch_registered_later():
     )
 
 
-@case
-def typed_dict_and_chainmap():
-    train(
+cases(
+    typed_dict_and_chainmap=lambda: train(
         Own(lambda m, x: m.l(x) * m.c["w"], c=collections.ChainMap({}, {"w": 1.0})),
         late(lambda m: m.c.maps.__setitem__(0, {"w": 2.0})),
-    )
+    ),
+)
 
 
 @case
@@ -517,28 +496,22 @@ class Scaled(nn.Parameter):
         return self * 2
 
 
-@case
-def parameter_subclass_method():
-    train(Own(lambda m, x: m.l(x) * m.w.scaled(), w=Scaled(torch.ones(4))))
-
-
-@case
-def version_of_a_parameter():
-    train(
+cases(
+    parameter_subclass_method=lambda: train(
+        Own(lambda m, x: m.l(x) * m.w.scaled(), w=Scaled(torch.ones(4)))
+    ),
+    version_of_a_parameter=lambda: train(
         Own(lambda m, x: m.l(x) * (2.0 if m.l.weight._version > 4 else 1.0)),
         opt=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-    )
-
-
-@case
-def shared_memory_flag():
-    train(
+    ),
+    shared_memory_flag=lambda: train(
         Own(
             lambda m, x: m.l(x) * m.b * (2.0 if m.b.is_shared() else 1.0),
             buffers={"b": torch.ones(4)},
         ),
         late(lambda m: m.b.share_memory_()),
-    )
+    ),
+)
 
 
 @case

@@ -3,7 +3,7 @@ warning, or an error.
 
 A failure names the entry, the loop and the first number that differs. `PACKGRAPH_CORPUS=fft` runs
 the entries whose name contains `fft`. `make test` runs one loop of an entry, of all kinds by
-turns, of every third entry, and of sweeps fewer; `make test-all` runs the others, too, which who
+turns, of every fifth entry, and of sweeps fewer; `make test-all` runs the others, too, which who
 changes what graphs assume has to do.
 """
 
@@ -15,9 +15,9 @@ from corpus.loops import check, failures, loops_of, numbers
 
 NAMES = list(ENTRIES)
 # Groups that try one thing after another (layers, models, names), and of how many entries one is
-# quick; of other groups one of three is.
-SWEEPS = {"names": 9, "complex": 6, "layers": 6, "outputs": 6, "transformers": 6, "vision": 6}
-OTHERS = 3
+# quick; of other groups one of five is.
+SWEEPS = dict.fromkeys(("names", "complex", "layers", "outputs", "transformers", "vision"), 10)
+OTHERS = 5
 # The warning comes when a module goes; that nothing replays is judged before.
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 

@@ -3,7 +3,7 @@ hooks, threads.
 
 PACKGRAPH_FUZZ_COUNT programs (2,000) from seed PACKGRAPH_FUZZ_SEED (0) on. A failure shows the
 seed, what differs and the smallest program that still fails, which runs with the names of
-`corpus/programs.py`. `make test` runs the first 200.
+`corpus/programs.py`. `make test` runs the first 50.
 """
 
 import os
@@ -17,7 +17,7 @@ FIRST, COUNT = (
     int(os.environ.get(f"PACKGRAPH_FUZZ_{name}", value))
     for name, value in (("SEED", 0), ("COUNT", 2000))
 )
-CHUNK, QUICK = 100, 200
+CHUNK, QUICK = 50, 100
 # The warning comes when a module goes; that nothing replays is judged before.
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 

@@ -15,14 +15,8 @@ JUDGED = [name for name in CASES if name not in GAPS]
 DOCUMENTED = {"hidden_state_passed_back": WEIGHT_TWICE}
 
 
-def all_but_each_fifth_slow(names):
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if number % 5 else [])
-        for number, name in enumerate(names)
-    ]
-
-
-@pytest.mark.parametrize("name", all_but_each_fifth_slow(JUDGED))
+@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.few(8)
 def test_case_never_differs_silently(name):
     found = judge(name)
     fits = (*GOOD, LAST_BITS) if name in DOCUMENTED else GOOD
