@@ -22,11 +22,16 @@ if importlib.util.find_spec("hypothesis") is not None:
 
     # No deadline: how long an example takes depends on what else the machine does.
     hypothesis.settings.register_profile("packgraph", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile(
+        "quick", hypothesis.settings.get_profile("packgraph"), max_examples=25
+    )
     hypothesis.settings.load_profile("packgraph")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if "not slow" in config.option.markexpr and importlib.util.find_spec("hypothesis"):
+        hypothesis.settings.load_profile("quick")
     # Who starts the tests by nohup, or by `&` in a script, hands down that these are ignored, and
     # so to runs of tests.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -79,6 +84,23 @@ def own_global_settings() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Deterministic kernels, on CUDA too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Lets go of what torch.compile keeps for the whole process."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)

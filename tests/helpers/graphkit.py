@@ -12,11 +12,24 @@ from packgraph.graphs.stages import Stage, run_stages
 WIDTH, WORDS = 16, 11
 
 
-class Toy(nn.Module):
+class Stages(nn.Module):
+    """Runs its stages on one tensor, the entry `x` of their state."""
+
+    def begin(self, x):
+        return {"x": x}
+
+    def end(self, state):
+        return state["x"]
+
+    def forward(self, *args):
+        return run_stages(self, *args)
+
+
+class Toy(Stages):
     """Embedding (tied to the head), attention and mlp layers with dropout, an auxiliary output, a
     counting buffer."""
 
-    def __init__(self, layers=3, dropout=0.1):
+    def __init__(self, layers=2, dropout=0.1):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.attention = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
@@ -34,9 +47,6 @@ class Toy(nn.Module):
 
     def end(self, state):
         return {"loss": state["loss"], "aux": state["aux"], "hidden": state["hidden"]}
-
-    def forward(self, ids, x):
-        return run_stages(self, ids, x)
 
     def stages(self):
         stages = [Stage("embed", -1, self.embed)]

@@ -6,11 +6,12 @@ import warnings
 from functools import partial
 
 import torch
+from graphkit import Stages
 from torch import nn
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -26,26 +27,17 @@ class One(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def forward(self, x):
-        return self.function(self, x)
+    def forward(self, x, *more):
+        return self.function(self, x, *more)
 
 
-class Staged(One):
+class Staged(Stages, One):
     """A captured stage, an eager one given from outside, and a captured one."""
 
     def __init__(self, between=None):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.between = between or (lambda module, state: state)
-
-    def begin(self, x):
-        return {"x": x}
-
-    def end(self, state):
-        return state["x"]
-
-    def forward(self, x):
-        return run_stages(self, x)
 
     def stages(self):
         apply = lambda layer, state: {"x": layer(state["x"])}  # noqa: E731
@@ -57,8 +49,7 @@ class Staged(One):
 
 
 def quietly(call, *args):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         return call(*args)
 
 

@@ -1,5 +1,6 @@
 """Small runs for tests of the trainer, on the CPU and on CUDA."""
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from packgraph.graphs.parameters import local_tensor
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.data import DataError
 from packgraph.train.data.source import BadDocuments
@@ -124,11 +127,32 @@ def trainer(
     return Trainer(config, folder, packs or RandomPacks(), device, view, mesh)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def finished(*arguments: Any, resume: bool = False, **options: Any) -> Iterator[Trainer]:
+    """A trainer after its run, until the block ends. resume: from the newest checkpoint."""
+    with contextlib.closing(trainer(*arguments, **options)) as run:
+        if resume:
+            run.resume()
+        run.run(StopRequest())
+        yield run
+
+
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:
     tensors = run.tensors() | {
         f"random.{name}": value for name, value in random_states(run.device).items()
     }
     return {name: value.clone() for name, value in tensors.items()}
+
+
+def held_tensors(run: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of what this rank holds of the tensors of a run."""
+    return {name: _held(value) for name, value in run.tensors().items()}
+
+
+def _held(value: Any) -> torch.Tensor:
+    if isinstance(value, Pieces):
+        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
+    return local_tensor(value.detach()).clone()
 
 
 def equal(left, right):

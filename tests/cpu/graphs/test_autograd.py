@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as functional
-from autogradkit import Net, Returns, assert_same, gradients, run_both, sample, twins
+from autogradkit import Net, assert_same, gradients, run_both, sample, twins
 from torch import nn
 
 from packgraph import graph
@@ -20,7 +20,6 @@ def backward_of_inputs(model, number):
     names = ["first.weight", "second.bias"] if number % 2 else ["first.bias"]
     chosen = [p for name, p in model.named_parameters() if name in names]
     model(sample(number))[0].square().sum().backward(inputs=chosen)
-    return []
 
 
 def grad_of_parameters(model, number):
@@ -73,17 +72,18 @@ def test_the_graphs_go_on_after_gradients_of_some_tensors():
     assert graphed.stats.captured <= 3
 
 
+def penalty(model, number):
+    x = sample(number, requires_grad=True)
+    (found,) = torch.autograd.grad(model(x)[0].square().sum(), [x], create_graph=True)
+    found.norm().backward()
+    return [found.detach()]
+
+
 def test_second_derivatives_are_an_error_and_run_eagerly_from_then_on():
     eager, graphed = twins()
     x = sample(7, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"create_graph=True through .*packgraph\.eager"):
         torch.autograd.grad(graphed(x)[0].square().sum(), [x], create_graph=True)
-
-    def penalty(model, number):
-        x = sample(number, requires_grad=True)
-        (found,) = torch.autograd.grad(model(x)[0].square().sum(), [x], create_graph=True)
-        found.norm().backward()
-        return [found.detach()]
 
     with torch.no_grad():
         eager(x)  # the call that failed has written to the statistic
@@ -99,12 +99,6 @@ def test_second_derivatives_are_an_error_and_run_eagerly_from_then_on():
 
 
 def test_second_derivatives_in_warm_up_keep_a_module_eager():
-    def penalty(model, number):
-        x = sample(number, requires_grad=True)
-        (found,) = torch.autograd.grad(model(x)[0].square().sum(), [x], create_graph=True)
-        found.norm().backward()
-        return [found.detach()]
-
     torch.manual_seed(1)
     eager = Net()
     graphed = graph(copy.deepcopy(eager), warmup=2)
@@ -117,28 +111,23 @@ def test_second_derivatives_in_warm_up_keep_a_module_eager():
 
 def first(model, number):
     model(sample(number))[0].square().sum().backward()
-    return []
 
 
 def second(model, number):
     model(sample(number).abs() + 1)[1].nan_to_num().square().sum().backward()
-    return []
 
 
 def both(model, number):
     a, b = model(sample(number))
     (a.square().sum() + b.nan_to_num().sum()).backward()
-    return []
 
 
 def expanded(model, number):
     model(sample(number))[0].sum().backward()
-    return []
 
 
 def transposed(model, number):
     model(sample(number))[0].t().contiguous().square().sum().backward()
-    return []
 
 
 @pytest.mark.parametrize(
@@ -187,8 +176,7 @@ def test_dropout_is_drawn_again_for_a_backward_that_nobody_captured():
         torch.manual_seed(5)
         model.zero_grad()
         outs = [model(sample(n)) for n in range(3)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PackgraphWarning)
+        with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
             for a, b in reversed(outs):
                 (a.square().sum() + b.square().sum()).backward()
         results.append({**gradients(model), "rng": torch.get_rng_state()})
@@ -339,35 +327,6 @@ def test_a_gradient_that_nobody_else_holds_is_exchanged(through):
 # ---- complex tensors
 
 
-def fft_convolution(m, x, y):
-    return torch.fft.irfft(torch.fft.rfft(y) * torch.fft.rfft(m.linear.bias).conj(), n=4)
-
-
-COMPLEX = {
-    "fft convolution": fft_convolution,
-    "polar": lambda m, x, y: torch.view_as_real(torch.polar(y.exp(), x)).sum(-1),
-    "exp": lambda m, x, y: torch.exp(1j * y).imag + torch.exp(1j * y).real.cumsum(0),
-    "conjugate": lambda m, x, y: torch.complex(y, x).conj(),
-    "conjugate transpose": lambda m, x, y: torch.complex(y, x).mH @ torch.complex(x, y),
-    "imaginary part of a conjugate": lambda m, x, y: torch.complex(y, x).conj().imag,
-    "negative view, read later": lambda m, x, y: (torch.complex(y, x).conj().imag * x).tanh(),
-}
-
-
-@pytest.mark.parametrize("function", COMPLEX.values(), ids=COMPLEX)
-def test_complex_tensors_equal_eager(function):
-    def act(model, number):
-        out = model(sample(number))
-        (out.abs().square().sum() if out.is_complex() else out.square().sum()).backward()
-        return [out.detach().resolve_conj().resolve_neg()]
-
-    torch.manual_seed(1)
-    eager = Returns(function)
-    graphed = graph(copy.deepcopy(eager), warmup=1)
-    run_both(eager, graphed, act)
-    assert graphed.stats.replayed == 3
-
-
 def test_conjugate_inputs_are_a_key_of_their_own():
     class Scaled(nn.Module):
         def __init__(self):
@@ -452,7 +411,6 @@ def test_hooks_of_parameters_that_get_no_gradient_are_not_called():
     def act(model, number):
         first, second = model(sample(number))
         (second if number % 2 else first).nansum().backward()
-        return []
 
     run_both(eager, graphed, act)
     for (label, name), got in list(seen.items()):
@@ -464,42 +422,35 @@ def test_hooks_of_parameters_that_get_no_gradient_are_not_called():
         )
 
 
-@pytest.mark.parametrize("used_first", [True, False])
-def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
+def hook_is_called_as_in_eager(name, act, scale=1):
+    """A hook of a parameter sees the same gradients of eager calls and of graphs, in every step."""
     eager, graphed = twins(warmup=1)
     seen = {"eager": [], "graphs": []}
     for label, model in (("eager", eager), ("graphs", graphed)):
-        model.get_parameter("second.weight").register_hook(
-            lambda g, label=label: seen[label].append(g.clone())
+        model.get_parameter(name).register_hook(
+            lambda g, label=label: (
+                seen[label].append(g.clone()) or (g * scale if scale > 1 else None)
+            )
         )
-
-    def act(model, number):
-        calls = [model(sample(10 * number + n)) for n in range(2)]
-        (
-            calls[0][0 if used_first else 1].nansum() + calls[1][1 if used_first else 0].nansum()
-        ).backward()
-        return []
-
     run_both(eager, graphed, act)
     assert len(seen["graphs"]) == len(seen["eager"]) == 4
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+
+
+@pytest.mark.parametrize("used_first", [True, False])
+def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
+    def act(model, number):
+        one, two = (model(sample(10 * number + n)) for n in range(2))
+        (one[0 if used_first else 1].nansum() + two[1 if used_first else 0].nansum()).backward()
+
+    hook_is_called_as_in_eager("second.weight", act)
 
 
 def test_a_hook_is_called_for_a_gradient_that_comes_from_elsewhere():
     """The call gives none, eager code in the same backward gives one."""
-    eager, graphed = twins(warmup=1)
-    seen = {"eager": [], "graphs": []}
-    for label, model in (("eager", eager), ("graphs", graphed)):
-        model.get_parameter("aside.bias").register_hook(
-            lambda g, label=label: seen[label].append(g.clone()) or g * 3
-        )
 
     def act(model, number):
-        (
-            model(sample(number))[0].sum() + model.get_parameter("aside.bias").square().sum()
-        ).backward()
-        return []
+        outside = model.get_parameter("aside.bias").square().sum()
+        (model(sample(number))[0].sum() + outside).backward()
 
-    run_both(eager, graphed, act)
-    assert len(seen["graphs"]) == len(seen["eager"]) == 4
-    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+    hook_is_called_as_in_eager("aside.bias", act, scale=3)

@@ -21,17 +21,20 @@ SCOPES = [
 ]
 
 
+LOOP = {"steps": 5, "sizes": (8, 12)}
+
+
 @pytest.fixture(scope="module")
 def eager_trace():
-    return train(make_toy(), steps=6)
+    return train(make_toy(layers=3), **LOOP)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("scope", SCOPES, ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, eager_trace):
-    graphed = graph(make_toy(), scope=scope, granularity=granularity)
-    assert differences(eager_trace, train(graphed, steps=6, between=poison_free_slots)) == []
+    graphed = graph(make_toy(layers=3), scope=scope, granularity=granularity)
+    assert differences(eager_trace, train(graphed, between=poison_free_slots, **LOOP)) == []
     assert graphed.stats.replayed > 5
     assert dict(graphed.stats.fallbacks) == {"warm-up": 2}
     assert graphed._slots.in_flight() == 0
@@ -40,9 +43,9 @@ def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, ea
 @pytest.mark.parametrize("set_to_none", [True, False, "alternate"])
 @pytest.mark.few(3)
 def test_gradients_survive_every_way_of_clearing_them(set_to_none):
-    eager = train(make_toy(), steps=5, set_to_none=set_to_none)
+    eager = train(make_toy(), steps=4, set_to_none=set_to_none)
     assert (
-        differences(eager, train(graph(make_toy(), warmup=1), steps=5, set_to_none=set_to_none))
+        differences(eager, train(graph(make_toy(), warmup=1), steps=4, set_to_none=set_to_none))
         == []
     )
 
@@ -53,7 +56,7 @@ def test_gradients_survive_every_way_of_clearing_them(set_to_none):
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.few(2)
 def test_any_order_over_slots_and_variants_with_poisoned_memory(seed, granularity):
-    options = {"steps": 5, "seed": seed, "sizes": (4, 8, 12, 20), "in_flight": 5}
+    options = {"steps": 5, "seed": seed, "sizes": (4, 8, 20), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)
     graphed = graph(make_toy(layers=2), granularity=granularity, warmup=1)
     assert differences(eager, train(graphed, between=poison_free_slots, **options)) == []
@@ -138,12 +141,12 @@ def test_modulo_slots_are_wrong_and_the_order_test_sees_it(monkeypatch):
     assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
 
 
-def test_a_thousand_replays_with_changing_data_and_shapes():
+def test_hundreds_of_replays_with_changing_data_and_shapes():
     def loop(model):
         torch.manual_seed(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         losses = []
-        for step in range(1000):
+        for step in range(500):
             loss = toy_loss(model(*toy_inputs((5, 9, 7)[step % 3])))
             loss.backward()
             optimizer.step()
@@ -156,24 +159,7 @@ def test_a_thousand_replays_with_changing_data_and_shapes():
     losses, parameters = loop(graphed)
     assert torch.equal(losses, eager_losses)
     assert all(torch.equal(a, b) for a, b in zip(parameters, eager_parameters, strict=True))
-    assert graphed.stats.replayed == 998
-
-
-def test_any_module_without_stages_can_be_graphed():
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
-
-    def loop(model):
-        torch.manual_seed(1)
-        outs = []
-        for _ in range(5):
-            out = model(torch.randn(3, 4))
-            out.sum().backward()
-            outs.append(out.detach())
-        return outs + [p.grad for p in model.parameters()]
-
-    assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graph(make())), strict=True))
+    assert graphed.stats.replayed == 498
 
 
 def test_module_inside_a_model_keeps_its_parameter_names():
@@ -193,13 +179,6 @@ def test_module_inside_a_model_keeps_its_parameter_names():
     )
     assert torch.equal(model(x), expected)
     assert model[1].stats.replayed == 4
-
-
-def test_dropout_differs_between_replays_and_slots():
-    graphed = graph(nn.Dropout(0.5), warmup=0)
-    x = torch.ones(64, requires_grad=True)
-    kept = [graphed(x) for _ in range(4)]
-    assert len({tuple(out.tolist()) for out in kept}) == 4
 
 
 def test_outputs_and_losses_kept_by_the_user_do_not_change():
@@ -277,7 +256,7 @@ def test_activation_checkpointing_inside_a_region():
         torch.manual_seed(1)
         return Checkpointed()
 
-    assert differences(train(make(), steps=4), train(graph(make(), warmup=1), steps=4)) == []
+    assert differences(train(make(), steps=3), train(graph(make(), warmup=1), steps=3)) == []
 
 
 def test_autocast_is_part_of_the_key_and_exact():

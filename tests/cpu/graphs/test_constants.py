@@ -41,66 +41,36 @@ def equal(function, calls=6, make=One):
     return graphed
 
 
-def empty(m, x):
-    return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
+def written_to(make):
+    def forward(m, x):
+        total = make([0.0] * 4)
+        total += m.linear(x).detach().sum(0)
+        return m.linear(x) + total
+
+    return forward
 
 
-def numbers(m, x):
-    return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+MADE = {
+    "empty": lambda m, x: torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()]),
+    "numbers": lambda m, x: m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+    "nested": lambda m, x: (
+        m.linear(x) @ torch.tensor([[0.5, 1], (2, True)] * 2, dtype=torch.float32)
+    ),
+    "one number": lambda m, x: m.linear(x) * torch.as_tensor(2.5) + torch.asarray([1.0]),
+    "like another": lambda m, x: m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0]),
+    "as an index": lambda m, x: m.linear(x)[:, torch.tensor([3, 1, 0, 0])],
+    "of attributes": lambda m, x: (
+        m.linear(x) * torch.tensor([m.linear.in_features, m.linear.out_features] * 2)
+    ),
+    "several": lambda m, x: sum(
+        (torch.tensor([float(i)]) * m.linear(x) for i in range(3)), start=torch.tensor(0.0)
+    ),
+    "written to": written_to(torch.tensor),
+    "written to, by another maker": written_to(torch.Tensor),
+}
 
 
-def nested(m, x):
-    return m.linear(x) @ torch.tensor([[0.5, 1], (2, True)] * 2, dtype=torch.float32)
-
-
-def one_number(m, x):
-    return m.linear(x) * torch.as_tensor(2.5) + torch.asarray([1.0])
-
-
-def like_another(m, x):
-    return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
-
-
-def as_an_index(m, x):
-    return m.linear(x)[:, torch.tensor([3, 1, 0, 0])]
-
-
-def of_attributes(m, x):
-    return m.linear(x) * torch.tensor([m.linear.in_features, m.linear.out_features] * 2)
-
-
-def several(m, x):
-    return sum((torch.tensor([float(i)]) * m.linear(x) for i in range(3)), start=torch.tensor(0.0))
-
-
-def written_to(m, x):
-    total = torch.tensor([0.0] * 4)
-    total += m.linear(x).detach().sum(0)
-    return m.linear(x) + total
-
-
-def written_to_by_another_maker(m, x):
-    total = torch.Tensor([0.0] * 4)
-    total += m.linear(x).detach().sum(0)
-    return m.linear(x) + total
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        empty,
-        numbers,
-        nested,
-        one_number,
-        like_another,
-        as_an_index,
-        of_attributes,
-        several,
-        written_to,
-        written_to_by_another_maker,
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("function", MADE.values(), ids=MADE)
 def test_constants_are_captured(function):
     equal(function)
 
@@ -123,57 +93,28 @@ COUNT = itertools.count()
 ARRAY = np.ones(4, dtype=np.float32)
 
 
-def a_clock(m, x):
-    return m.linear(x) * time.perf_counter()
+VARIES = {
+    "a clock": lambda m, x: m.linear(x) * time.perf_counter(),
+    "an iterator": lambda m, x: m.linear(x) * next(COUNT),
+    "an iterator in a constant": lambda m, x: m.linear(x) + torch.tensor([float(next(COUNT))]),
+    "a branch": lambda m, x: m.linear(x).relu() if next(COUNT) % 2 else m.linear(x),
+    "an iterator in a shape": lambda m, x: m.linear(x).repeat(1 + next(COUNT) % 2, 1),
+    "an iterator in a list of indices": lambda m, x: m.linear(x)[:, [next(COUNT) % 4, 0]],
+}
+ARRAYS = {
+    "taken": lambda m, x: m.linear(x) + torch.tensor(ARRAY),
+    "taken over": lambda m, x: m.linear(x) + torch.as_tensor(ARRAY, device=x.device),
+}
 
 
-def an_iterator(m, x):
-    return m.linear(x) * next(COUNT)
-
-
-def an_iterator_in_a_constant(m, x):
-    return m.linear(x) + torch.tensor([float(next(COUNT))])
-
-
-def an_iterator_in_a_list_of_indices(m, x):
-    return m.linear(x)[:, [next(COUNT) % 4, 0]]
-
-
-def an_iterator_in_a_shape(m, x):
-    return m.linear(x).repeat(1 + next(COUNT) % 2, 1)
-
-
-def a_branch(m, x):
-    return m.linear(x).relu() if next(COUNT) % 2 else m.linear(x)
-
-
-def an_array(m, x):
-    return m.linear(x) + torch.tensor(ARRAY)
-
-
-def an_array_taken_over(m, x):
-    return m.linear(x) + torch.as_tensor(ARRAY, device=x.device)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        a_clock,
-        an_iterator,
-        an_iterator_in_a_constant,
-        a_branch,
-        an_iterator_in_a_shape,
-        an_iterator_in_a_list_of_indices,
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("function", VARIES.values(), ids=VARIES)
 def test_what_varies_or_may_is_refused_at_its_line(function):
     with pytest.raises(CaptureError) as caught:
         graph(One(function), warmup=0, strict=True)(X)
     assert caught.value.where in wheres(function)
 
 
-@pytest.mark.parametrize("function", [an_array, an_array_taken_over])
+@pytest.mark.parametrize("function", ARRAYS.values(), ids=ARRAYS)
 def test_an_array_that_changes_equals_eager(function):
     eager, graphed = One(function), graph(One(function), warmup=0)
     try:
@@ -349,8 +290,7 @@ def trained(name, wrap, prepare=lambda model: None, **options):
     seen = []
     for _ in range(6):
         tokens, labels = torch.randint(3, 64, (2, 12)), torch.randint(3, 64, (2, 12))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             out = called(input_ids=tokens, labels=labels)
             out.loss.backward()
         cache = getattr(out, "past_key_values", None)

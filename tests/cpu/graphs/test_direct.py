@@ -6,16 +6,18 @@ import random
 
 import pytest
 import torch
+from graphkit import Stages
+from statekit import One
 from torch import nn
 
 from packgraph.graphs.graphed import control, forward_backward, graph
 from packgraph.graphs.replay import ReplayHandle
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 
 WIDTH = 8
 
 
-class Chain(nn.Module):
+class Chain(Stages):
     """A chunk as a pipeline sees it: hidden states in, hidden states out, layer by layer.
 
     skip: layers add to theirs the hidden states of the layer "before" them, or those of the
@@ -34,9 +36,6 @@ class Chain(nn.Module):
 
     def end(self, state):
         return state["hidden"]
-
-    def forward(self, x, scale):
-        return run_stages(self, x, scale)
 
     def stages(self):
         return [
@@ -212,6 +211,7 @@ class Scored(Chain):
 
 @pytest.mark.parametrize("options", [{}, {"scope": ["attn"]}, {"granularity": "layer"}], ids=str)
 @pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.few(2)
 def test_forward_and_backward_in_one_go_equal_eager_bitwise(options, looks):
     traces, seen = [], []
     for graphs in (False, True):
@@ -271,27 +271,16 @@ def test_a_tensor_given_twice_at_capture_may_be_two_tensors_later():
     )
 
 
-class Stopped(nn.Module):
-    """Cuts its input from whatever made it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x.detach()).mean()
-
-
 def test_static_inputs_collect_no_history_of_autograd():
-    graphed = graph(Stopped(), warmup=0)
+    graphed = graph(One(lambda m, x: m.linear(x.detach()).mean()), warmup=0)
     for _ in range(2):
-        forward_backward(graphed, torch.randn(4, WIDTH, requires_grad=True))
+        forward_backward(graphed, torch.randn(4, 4, requires_grad=True))
     (variant,) = graphed._slots.all[0].variants.values()
     assert variant.direct is not None
     assert not any(entry.buffer.requires_grad for entry in variant.regions[0].inputs)
 
 
-class Late(nn.Module):
+class Late(Stages):
     """Its second input is read by the second stage only."""
 
     def __init__(self, length):
@@ -303,9 +292,6 @@ class Late(nn.Module):
 
     def end(self, state):
         return state["hidden"]
-
-    def forward(self, x, y):
-        return run_stages(self, x, y)
 
     def stages(self):
         return [

@@ -6,14 +6,14 @@ import warnings
 
 import pytest
 import torch
-from graphkit import make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import Stages, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
 from tracekit import differences
 
 import packgraph
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 
 QUIET = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -88,9 +88,9 @@ def test_training_with_evaluations_between_forward_and_backward_is_that_of_eager
             poison_free_slots(model, step)
 
     eager, graphed = make_toy(), graph(make_toy(), warmup=2)
-    traces = [train(model, steps=4, between=evaluate) for model in (eager, graphed)]
+    traces = [train(model, steps=3, between=evaluate) for model in (eager, graphed)]
     assert differences(*traces) == []
-    assert set(graphed.stats.fallbacks) == {"warm-up"} and graphed.stats.replayed > 50
+    assert set(graphed.stats.fallbacks) == {"warm-up"} and graphed.stats.replayed > 35
     assert graphed.stats.fallbacks["warm-up"] <= 4
 
 
@@ -194,7 +194,7 @@ def test_a_change_that_one_mode_finds_drops_the_graphs_of_both():
     assert graphed.stats.recaptures["module changed"] == 3
 
 
-class Mixed(nn.Module):
+class Mixed(Stages):
     """A captured stage without gradients of its own, and an eager one that trains."""
 
     def __init__(self):
@@ -202,17 +202,11 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
 
-    def begin(self, x):
-        return {"x": x}
-
     def stages(self):
         return [Stage("body", 0, self.run_body), Stage("head", 1, self.run_head)]
 
     def end(self, state):
         return state["loss"]
-
-    def forward(self, x):
-        return run_stages(self, x)
 
     def run_body(self, state):
         return {"hidden": self.body(state["x"]).tanh()}

@@ -5,19 +5,24 @@ import itertools
 
 import pytest
 import torch
+from graphkit import Stages
 from torch import nn
 from tracekit import differences
 
 import packgraph
 from packgraph.graphs.compiled import products
+from packgraph.graphs.gradients import Accumulator
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.trial import SpareGradients
 from packgraph.graphs.parameters import set_gradient_dtype
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 WIDTH = 16
 
 
-class Model(nn.Module):
+class Model(Stages):
     """An embedding, two layers and the embedding again, in bfloat16; gradients in `dtype`."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -41,18 +46,8 @@ class Model(nn.Module):
     def end(self, state):
         return (state["x"] @ self.embed.weight.t()).float().square().mean()
 
-    def forward(self, ids):
-        return run_stages(self, ids)
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def train(call, model, steps=5, clear=True):
+def train(call, model, steps=4, clear=True):
     """Outputs, gradients and parameters of each step of one to three microbatches."""
     generator, trace = torch.Generator().manual_seed(3), []
     for step in range(steps):
@@ -76,6 +71,7 @@ def train(call, model, steps=5, clear=True):
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("scope", [None, ["mlp"]], ids=str)
+@pytest.mark.few(3)
 def test_graphs_add_to_them_as_autograd_does(scope, granularity, clear):
     eager, model = Model(), Model()
     expected = train(eager, eager, clear=clear)
@@ -94,6 +90,7 @@ def test_in_bfloat16_the_numbers_are_others():
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.few(2)
 def test_graphs_of_compiled_stages_add_as_their_code_does(granularity):
     options = {"compile": "aot_eager", "granularity": granularity, "slots": None}
     one, other = Model(), Model()
@@ -159,3 +156,48 @@ def test_a_trial_adds_to_spare_memory_of_their_dtype():
     for parameter in model.parameters():
         parameter.grad = spare.buffer(parameter).tensor
         assert parameter.grad.dtype == torch.float32 and parameter.grad.shape == parameter.shape
+
+
+# ---- gradients added a few dozen at a time
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+
+@pytest.mark.parametrize("most", [1, 100, 10**9])
+def test_sums_equal_autograds(most):
+    ours, theirs = stack(), stack()
+    for module in (ours, theirs):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        accumulator = Accumulator(list(ours.parameters()), most)
+        accumulator.begin()
+        ours(x).pow(2).sum().backward()
+        accumulator.end()
+        theirs(x).pow(2).sum().backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_autograd_adds_again_when_it_ends():
+    module = stack()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    accumulator = Accumulator(list(module.parameters()))
+    accumulator.begin()
+    accumulator.drop()
+    module(torch.randn(3, 4)).sum().backward()
+    assert all(parameter.grad.any() for parameter in module[-1:].parameters())
+
+
+def test_a_backward_graph_adds_all_gradients_by_one_operation():
+    graphed = graph(stack(), warmup=0)
+    graphed(torch.randn(3, 4)).sum().backward()
+    (variant,) = graphed._slots.all[0].variants.values()
+    names = [str(function) for function, *_ in variant.regions[0].backward.graph.program]
+    assert names.count("aten._foreach_add_.List") == 1
+    assert not [name for name in names if name.startswith("aten.add_")]

@@ -12,6 +12,7 @@ from autogradkit import assert_same, gradients
 from graphkit import poison_free_slots
 from statekit import One, quietly
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.front import Reader
@@ -77,19 +78,9 @@ HARMLESS = {
     "a sum under a mask": lambda: One(sums_mask),
     "an encoder": Encoder,
     "an encoder, norm first": lambda: Encoder(norm_first=True),
-    "a recurrent layer": lambda: Recurrent(),
+    # Its kernels take flat weights.
+    "a recurrent layer": lambda: One(lambda m, x: m.layer(x)[0], layer=nn.LSTM(4, 4)),
 }
-
-
-class Recurrent(nn.Module):
-    """A layer whose kernels take flat weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LSTM(4, 4)
-
-    def forward(self, x):
-        return self.layer(x)[0]
 
 
 MARKS = {
@@ -181,9 +172,45 @@ def test_a_distribution_without_validation_replays():
         m.linear(x), 1.0, validate_args=False
     ).log_prob(x)
     eager, graphed = One(forward), graph(One(forward), warmup=0, strict=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PackgraphWarning)
+    with warnings.catch_warnings(action="error", category=PackgraphWarning):
         for number in range(3):
             x = torch.full((3, 4), float(number))
             assert torch.equal(eager(x), graphed(x))
     assert graphed.stats.replayed == 3
+
+
+# ---- operations that compute shapes and no numbers, as DTensor's do when a shape is new
+
+
+@torch.compiler.allow_in_graph
+def mean_of_columns(x, weight):
+    with FakeTensorMode():
+        columns = (
+            torch.empty_strided((x.shape[0], 3), (1, 0)).sum(0).shape[0]
+        )  # elements that share memory
+    return (x * weight).sum() / columns
+
+
+class AsksForAShape(nn.Module):
+    """Learns the shape of a sum on fake tensors, made by a factory: no operand says that they are
+    fake."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return mean_of_columns(x, self.weight)
+
+
+def test_factories_of_fake_tensors_are_not_replayed():
+    module = AsksForAShape()
+    graphed = graph(module, backend="recorder", warmup=1, strict=True)
+    for number in range(4):
+        x = torch.full((2, 3), float(number))
+        loss = graphed(x)
+        loss.backward()
+        assert torch.equal(loss.detach(), x.sum() / 3)
+    assert graphed.stats.replayed > 0
+    assert torch.equal(module.weight.grad, torch.full((3,), 2.0 * (0 + 1 + 2 + 3) / 3))
+    graphed.close()

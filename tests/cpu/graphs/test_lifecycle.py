@@ -4,27 +4,21 @@ import gc
 import itertools
 import threading
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from graphkit import make_toy, toy_inputs, toy_loss, train
+from statekit import quietly
 from torch import nn
 from tracekit import differences
 
 from packgraph.graphs import build, fallback
 from packgraph.graphs.checks import host_sync as guard
-from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 from packgraph.graphs.reference import Reference
-
-
-def quiet(call, *args):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)
-        return call(*args)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
@@ -42,11 +36,11 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
             raise RuntimeError("injected failure")
         return result
 
-    options = {"steps": 5, "sizes": (8, 12), "in_flight": 2}
+    options = {"steps": 4, "sizes": (8, 12), "in_flight": 2}
     eager = train(make_toy(), **options)
     monkeypatch.setattr(RecorderWindow, "capture", capture)
     graphed = graph(make_toy(), granularity=granularity, warmup=1)
-    trace = quiet(lambda: train(graphed, **options))
+    trace = quietly(lambda: train(graphed, **options))
     assert differences(eager, trace) == []
     if granularity == "layer" or failing <= 2:
         assert graphed.stats.fallbacks["capture failed"] > 0
@@ -56,11 +50,11 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
 def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     """Negative control of R7: without the undo a capture on the CPU would count buffers and
     gradients twice."""
-    eager = train(make_toy(), steps=4)
+    eager = train(make_toy(), steps=3)
     monkeypatch.setattr(
         "packgraph.graphs.checks.host_sync.Journal.restore", lambda self: self._saved.clear()
     )
-    assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
+    assert differences(eager, train(graph(make_toy(), warmup=1), steps=3)) != []
 
 
 def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
@@ -74,10 +68,10 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
             raise torch.OutOfMemoryError("injected")
         return clone(tensor)
 
-    eager = train(make_toy(), steps=4)
+    eager = train(make_toy(), steps=3)
     monkeypatch.setattr(torch.Tensor, "clone", no_memory)  # layers may call it
     graphed = graph(make_toy(), warmup=1, strict=True)
-    assert differences(eager, train(graphed, steps=4)) == [] and full and graphed.stats.replayed > 0
+    assert differences(eager, train(graphed, steps=3)) == [] and full and graphed.stats.replayed > 0
 
 
 @pytest.mark.parametrize(
@@ -150,7 +144,7 @@ def test_a_graph_that_is_kept_is_run_again_for_each_further_backward(granularity
             torch.manual_seed(step)
             loss = toy_loss(model(*toy_inputs(8)))
             for kept in (True, True, False):
-                quiet(lambda loss=loss, kept=kept: loss.backward(retain_graph=kept))
+                quietly(lambda loss=loss, kept=kept: loss.backward(retain_graph=kept))
         for one, other in zip(eager.parameters(), module.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
     assert graphed.stats.replayed == 3 and graphed.stats.fallbacks[fallback.AGAIN] >= 6
@@ -217,11 +211,11 @@ def test_slots_tell_whether_a_microbatch_of_another_living_thread_has_one():
 def test_variants_share_the_slots_pool_largest_not_sum():
     graphed = graph(make_toy(), warmup=0)
     sizes = []
-    for tokens in (64, 32, 16, 8):
+    for tokens in (64, 16, 8):
         toy_loss(graphed(*toy_inputs(tokens))).backward()
         sizes.append(graphed.stats.pool_bytes)
     assert len(set(sizes)) == 1
-    assert len(graphed._slots.all[0].variants) == 4
+    assert len(graphed._slots.all[0].variants) == 3
 
 
 def test_a_larger_variant_takes_the_slot_and_the_smaller_is_captured_again():
@@ -269,22 +263,3 @@ def test_two_graphed_modules_live_side_by_side():
     first.close()
     toy_loss(second(*toy_inputs(8))).backward()
     assert second.stats.replayed == 4
-
-
-def test_evaluation_between_capture_and_replay_changes_nothing():
-    def loop(model):
-        torch.manual_seed(0)
-        results = []
-        for _ in range(4):
-            out = model(*toy_inputs(8))
-            model.eval()
-            with torch.no_grad():
-                results.append(model(*toy_inputs(12))["loss"])
-            model.train()
-            toy_loss(out).backward()
-        return results + [p.grad.clone() for p in model.parameters()]
-
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(loop(make_toy()), loop(graph(make_toy(), warmup=0)), strict=True)
-    )

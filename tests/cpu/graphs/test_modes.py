@@ -91,8 +91,7 @@ def test_a_backward_under_autocast_is_that_of_eager(inside):
         with torch.autocast("cpu", torch.bfloat16):
             out.backward()
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for number in range(4):
             both(eager, graphed, functools.partial(step, number=number))
     assert sum("the backward runs under autocast" in str(found.message) for found in told) == 1
@@ -176,20 +175,11 @@ def test_equal_numbers_of_other_kinds_are_other_calls():
     def of_sign(module, x, z):
         return module.linear(x) * np.copysign(1.0, z.imag)
 
-    class Of(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear, self.function = nn.Linear(4, 4), function
-
-        def forward(self, x, argument):
-            return self.function(self, x, argument)
-
     for function, arguments in [
         (forward, [{1: 2.0}, {1.0: 2.0}, {True: 2.0}]),
         (of_sign, [complex(-1, 0.0), complex(-1, -0.0)]),
     ]:
-        eager, graphed = Of(function), graph(Of(function), warmup=0)
+        eager, graphed = One(function), graph(One(function), warmup=0)
         for _ in range(3):
             for argument in arguments:
                 assert torch.equal(eager(sample(0), argument), graphed(sample(0), argument))
@@ -220,8 +210,8 @@ def mask(length):
 def test_a_cache_that_has_lost_its_value_is_filled_before_the_capture():
     mask.cache_clear()
     graphed = graph(One(lambda module, x: module.linear(x) * mask(len(x))), warmup=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)  # of new patterns
+    # of new patterns
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         for length in (3, 3, 3, 5, 5, 3):
             graphed(torch.ones(length, 4)).sum().backward()
         for out in [graphed(torch.ones(3, 4)) for _ in range(2)]:  # a second slot

@@ -1,34 +1,19 @@
 """Calls that once gave wrong numbers: what is baked must be in the key, checked, or refused."""
 
-import threading
 import warnings
 
 import pytest
 import torch
-from graphkit import make_toy, toy_inputs, toy_loss
+from graphkit import Stages, make_toy, toy_inputs, toy_loss
+from statekit import One
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 
 
-class One(nn.Module):
-    """A linear layer and a function of it."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.function = nn.Linear(4, 4), function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-class Three(nn.Module):
+class Three(Stages):
     """Captured `attn` and `mlp` with one eager stage between them."""
 
     def __init__(self, between, last=None):
@@ -36,9 +21,6 @@ class Three(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.between, self.last = between, last
-
-    def begin(self, x):
-        return {"x": x}
 
     def stages(self):
         return [
@@ -54,22 +36,9 @@ class Three(nn.Module):
     def end(self, state):
         return state["out"]
 
-    def forward(self, x):
-        return run_stages(self, x)
-
 
 def partial(module):
     return graph(module, scope=["attn", "mlp"], warmup=0)
-
-
-def test_two_arguments_that_were_one_tensor_at_capture():
-    eager, graphed = (
-        wrap(One(lambda m, a, b: (m.linear(a) * b).sum())) for wrap in (lambda m: m, graph)
-    )
-    x, y = torch.randn(3, 4), torch.randn(3, 4)
-    for pair in ((x, x), (x, x), (x, x), (x, y), (y, x)):
-        assert torch.equal(graphed(*pair), eager(*pair))
-    assert graphed.stats.replayed == 3 and graphed.stats.captured == 2
 
 
 def drops_the_tensor(m, s, calls):
@@ -154,22 +123,6 @@ def test_what_an_eager_stage_keeps_or_returns_does_not_change_later():
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
-def test_checkpoint_around_a_graphed_module_runs_it_eagerly():
-    def loop(model):
-        torch.manual_seed(1)
-        for _ in range(4):
-            x = torch.randn(3, 4, requires_grad=True)
-            checkpoint(lambda v: torch.tanh(model(v) * 2).sum(), x, use_reentrant=False).backward()
-        return [p.grad for p in model.parameters()]
-
-    make = lambda: One(lambda m, a: m.linear(a).tanh())  # noqa: E731
-    graphed = graph(make(), warmup=0)
-    assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graphed), strict=True))
-    assert list(graphed.stats.fallbacks) == [
-        "saved-tensor hooks are active (checkpoint or offload around the module)"
-    ]
-
-
 def part_without_autocast(m, a):
     hidden = m.linear(a)
     with torch.autocast("cpu", enabled=False):
@@ -228,20 +181,6 @@ def test_gradients_of_minus_zero_keep_their_sign():
         assert module.linear.bias.grad.signbit().tolist() == [True, False, False, True]
 
 
-def test_gradients_in_a_users_flat_buffer_stay_there():
-    graphed = graph(One(lambda m, a: m.linear(a)), warmup=0)
-    x = torch.randn(3, 4)
-    graphed(x).sum().backward()
-    flat = torch.zeros(20)
-    graphed.linear.weight.grad, graphed.linear.bias.grad = flat[:16].view(4, 4), flat[16:]
-    for _ in range(2):
-        graphed(x).sum().backward()
-    assert (
-        torch.equal(flat[16:], torch.full((4,), 6.0))
-        and graphed.linear.bias.grad.data_ptr() == flat[16:].data_ptr()
-    )
-
-
 def test_memory_layout_is_part_of_the_key():
     function = lambda m, a: m.linear(a) * 2 if a.is_contiguous() else m.linear(a.contiguous()) * 3  # noqa: E731
     eager, graphed = One(function), graph(One(function), warmup=0)
@@ -265,26 +204,10 @@ def test_microbatches_in_flight_survive_a_recapture_and_a_close():
     torch.manual_seed(0)
     expected = loop(make_toy(dropout=0.0), lambda model: None)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         got = loop(graph(make_toy(dropout=0.0), warmup=0), lambda model: model.close())
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_an_lstm_can_be_captured():
-    make = lambda: (torch.manual_seed(0), nn.LSTM(4, 8))[1]  # noqa: E731
-
-    def loop(model):
-        torch.manual_seed(1)
-        for _ in range(3):
-            out, (h, c) = model(torch.randn(5, 2, 4))
-            (out.sum() + h.sum() + c.sum()).backward()
-        return [out.detach(), *(p.grad for p in model.parameters())]
-
-    assert all(
-        torch.equal(a, b) for a, b in zip(loop(make()), loop(graph(make(), warmup=0)), strict=True)
-    )
 
 
 def test_an_error_in_an_eager_stage_gives_the_slot_back():
@@ -305,18 +228,6 @@ def test_an_error_in_an_eager_stage_gives_the_slot_back():
     assert len(kept) == 2 and graphed._slots.in_flight() == 0
 
 
-def test_a_result_that_is_an_object_is_made_anew():
-    class Result:
-        def __init__(self, loss):
-            self.loss = loss
-
-    graphed = graph(One(lambda m, a: Result(m.linear(a).square().sum())), warmup=0, strict=True)
-    results = [graphed(torch.randn(3, 4)) for _ in range(2)]
-    assert results[0] is not results[1] and all(isinstance(result, Result) for result in results)
-    results[0].loss.backward()
-    assert graphed.stats.replayed == 2 and graphed.linear.weight.grad is not None
-
-
 def test_a_result_that_no_graph_can_make_is_refused():
     class Result:
         __slots__ = ("loss",)
@@ -328,22 +239,3 @@ def test_a_result_that_no_graph_can_make_is_refused():
     with pytest.warns(PackgraphWarning, match="returns a Result"):
         graphed(torch.randn(3, 4)).loss.backward()
     assert graphed.stats.fallbacks["capture failed"] == 1
-
-
-def test_threads_may_share_a_graphed_module():
-    graphed = graph(One(lambda m, a: m.linear(a).tanh()), warmup=0)
-    failures = []
-
-    def work():
-        try:
-            for _ in range(20):
-                graphed(torch.randn(3, 4))
-        except RuntimeError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and not graphed.stats.fallbacks

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from graphkit import make_toy, toy_inputs, toy_loss
+from statekit import One
 from torch import nn
 
 import packgraph
@@ -61,6 +62,7 @@ def flip(tensor):
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("scope", [None, ["attn"], ["mlp"]])
+@pytest.mark.few(2)
 def test_module_that_repeats_itself_is_compared_once_per_key(granularity, scope):
     graphed = packgraph.graph(
         make_toy(), warmup=1, strict=True, granularity=granularity, scope=scope
@@ -327,17 +329,9 @@ def test_what_stands_in_for_a_parameter_is_found_out():
     assert torch.equal(out, torch.ones(4)) and graphed.stats.replayed == 0
 
 
-class AsksForArguments(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, q, k):
-        return self.inner(q) + (0.0 if q is k else self.inner(k))
-
-
 def test_one_tensor_in_two_places_is_one_in_graphs_and_in_the_plain_call():
-    graphed = packgraph.graph(AsksForArguments(), warmup=0, strict=True)
+    asks = One(lambda m, q, k: m.linear(q) + (0.0 if q is k else m.linear(k)))
+    graphed = packgraph.graph(asks, warmup=0, strict=True)
     x, y = torch.ones(2, 4), torch.ones(2, 4)
     for q, k in ((x, x), (x, y), (y, y), (y, x)):
         assert torch.equal(graphed(q, k), graphed.module(q, k))
@@ -348,8 +342,7 @@ def test_layout_that_graphs_do_not_keep_runs_eagerly_where_kernels_choose_by_it(
     model, graphed = (nn.Linear(400, 400), packgraph.graph(nn.Linear(400, 400), warmup=0))
     graphed.load_state_dict(model.state_dict())
     x = torch.randn(600, 600)[:, :500].T[:, :400]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", packgraph.PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=packgraph.PackgraphWarning):
         assert torch.equal(graphed(x), model(x))
 
 

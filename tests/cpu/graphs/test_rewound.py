@@ -75,8 +75,7 @@ def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
         graph(make(), warmup=0, strict=True)(sample(0))
     assert "test_rewound.py" in caught.value.where
     before = torch.get_rng_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         eager, graphed = twins(make, calls=0, warmup=0)
         for model in (eager, graphed):
             torch.set_rng_state(before)

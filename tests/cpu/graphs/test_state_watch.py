@@ -1,21 +1,24 @@
 """Python state that forward reads, of whatever kind: a change after the capture is seen before
 the next replay."""
 
+import enum
 import sys
 import threading
 import types
+from types import SimpleNamespace
 
 import hiddenkit
 import numpy as np
 import pytest
 import torch
 import watchkit
+from hiddenkit import CASES_OF_ONE_MODULE
 from statekit import One, X, captured, quietly
-from torch import nn
 from watchkit import CASES, Classy
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.guards import Classes
 
 FACTOR = 1.0
 
@@ -52,11 +55,10 @@ def is_told(graphed, calls):
     return graphed.stats.replayed + graphed.stats.fallbacks.total() == calls
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(2)
+# Those of one module in hiddenkit are entries of the corpus.
+@pytest.mark.parametrize("case", [case for case in CASES if case not in CASES_OF_ONE_MODULE])
+@pytest.mark.few(4)
 def test_a_change_of_what_forward_reads_is_seen(case):
-    if "Enum's member" in case and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 has no guard for it: docs/assumptions.md")
     make, change, _ = CASES[case]
     torch.manual_seed(1)
     eager, module = make(), make()
@@ -68,6 +70,7 @@ def test_a_change_of_what_forward_reads_is_seen(case):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] is not None])
+@pytest.mark.few(4)
 def test_the_same_value_once_more_is_no_change(case):
     make, _, again = CASES[case]
     torch.manual_seed(1)
@@ -151,17 +154,6 @@ def test_attributes_of_each_thread_are_those_of_the_thread_that_calls():
     assert torch.equal(found[0][1] * 3, found[1][1]) and graphed.stats.replayed > 2
 
 
-def test_autocast_in_turns_captures_once_for_each():
-    graphed = graph(nn.Linear(4, 4), warmup=0)
-    for _ in range(3):
-        for autocast in (False, True):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                out = graphed(X)
-            out.float().square().sum().backward()
-    assert not graphed.stats.recaptures and graphed.stats.captured == 2
-    assert graphed.stats.replayed == 6
-
-
 class Kind(type):
     pass
 
@@ -227,3 +219,52 @@ def test_masked_arrays_are_watched_with_their_masks():
     ):
         change()
         assert torch.equal(quietly(graphed, X), graphed.module(X))
+
+
+# ---- numbers that classes hold, which torch 2.11 takes for fixed
+
+
+class OfSettings:
+    factor = 1.0
+
+
+class Settings(OfSettings):
+    scale, unread = 1.0, 1.0
+
+
+class OfMode(enum.Enum):
+    SOFT = 1
+
+
+OfMode.SOFT.scale = 1.0
+
+
+def forward(x):
+    return x * Settings.scale * Settings.factor * OfMode.SOFT.scale
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "seen"),
+    [
+        (Settings, "scale", 2.0, True),
+        (Settings, "scale", True, True),
+        (OfSettings, "factor", 2.0, True),
+        (OfMode.SOFT, "scale", 2.0, True),
+        (Settings, "unread", 2.0, False),
+    ],
+)
+@pytest.mark.parametrize("read", [Settings, Settings()])
+def test_change_of_a_number_that_is_read_is_seen(monkeypatch, read, holder, name, value, seen):
+    classes = Classes([forward.__code__])
+    guard = SimpleNamespace(name="G['Settings']")
+    classes.note(
+        [
+            SimpleNamespace(orig_guard=guard, value=each, has_value=True, guard_type="CLASS_MATCH")
+            for each in (read, OfMode)
+        ]
+    )
+    assert classes.hold()
+    monkeypatch.setattr(holder, name, value)
+    assert classes.hold() is not seen
+    monkeypatch.undo()
+    assert classes.hold()

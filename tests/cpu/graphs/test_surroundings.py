@@ -176,6 +176,7 @@ def test_strict_says_what_is_around_the_call(case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:`torch.jit.trace")
+@pytest.mark.few(3)
 def test_what_is_around_counts_in_a_steady_block_too(case):
     look, reason = CASES[case]
     eager, graphed = made()
@@ -202,12 +203,13 @@ def test_anomaly_detection_finds_the_users_line_and_dooms_nothing():
     good, bad = torch.ones(4), torch.zeros(4)
     for _ in range(3):
         graphed(good).square().sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with torch.autograd.detect_anomaly():
-            loss = (graphed(bad) * 0).sum()
-            with pytest.raises(RuntimeError, match="SqrtBackward0"):
-                loss.backward()
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        torch.autograd.detect_anomaly(),
+    ):
+        loss = (graphed(bad) * 0).sum()
+        with pytest.raises(RuntimeError, match="SqrtBackward0"):
+            loss.backward()
     assert any("sqrt()" in str(warning.message) for warning in caught), (
         "the forward's line is in what torch says"
     )
@@ -217,13 +219,14 @@ def test_anomaly_detection_finds_the_users_line_and_dooms_nothing():
 
 def test_nothing_is_captured_under_anomaly_detection_and_build_turns_it_off():
     _, graphed = made()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with torch.autograd.detect_anomaly():
-            train(graphed, 2)
-            assert graphed.stats.captured == 0
-            graphed.build([(X,)])
-            assert graphed.stats.captured == 1 and torch.is_anomaly_enabled()
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        torch.autograd.detect_anomaly(),
+    ):
+        train(graphed, 2)
+        assert graphed.stats.captured == 0
+        graphed.build([(X,)])
+        assert graphed.stats.captured == 1 and torch.is_anomaly_enabled()
     train(graphed)
     assert graphed.stats.replayed == 3 and graphed.stats.captured == 1
 
@@ -277,22 +280,10 @@ def test_tensors_of_a_class_of_their_own_are_not_taken_for_plain_ones():
     assert type(out) is Tagged and torch.equal(out, eager(X.as_subclass(Tagged)))
 
 
-def test_inference_mode_is_asked_for():
-    _, graphed = made(strict=True)
-    train(graphed)
-    with torch.inference_mode(), torch.enable_grad():
-        assert graphed(X).is_inference()
-    assert dict(graphed.stats.fallbacks) == {"inference mode": 1}
-
-
-def nothing_around():
-    return contextlib.nullcontext()
-
-
 @pytest.mark.parametrize(
     "around",
     [
-        nothing_around,
+        contextlib.nullcontext,
         lambda: torch.device("cpu"),
         torch.enable_grad,
         lambda: torch.profiler.record_function("step"),

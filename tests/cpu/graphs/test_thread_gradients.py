@@ -58,6 +58,14 @@ def trained(steps=3, width=8):
     return eager, graphed
 
 
+def assert_same_sums(eager, graphed, seeds=()):
+    """Gradients are those of the eager module, after these steps of it."""
+    for seed in seeds:
+        eager(whole(4, seed, 8)).sum().backward()
+    for name, gradient in gradients(eager).items():
+        assert torch.equal(gradient, gradients(graphed)[name]), name
+
+
 def test_autograd_adds_while_another_thread_replays(monkeypatch):
     """A second thread begins to train: what autograd adds for it takes as long as a replay of the
     first thread."""
@@ -81,10 +89,7 @@ def test_autograd_adds_while_another_thread_replays(monkeypatch):
         loss.backward()
 
     assert not (errors := together(first, second)), errors
-    for seed in (10, 11):
-        eager(whole(4, seed, 8)).sum().backward()
-    for name, gradient in gradients(eager).items():
-        assert torch.equal(gradient, gradients(graphed)[name]), name
+    assert_same_sums(eager, graphed, (10, 11))
 
 
 class SlowCopies(TorchDispatchMode):
@@ -126,10 +131,7 @@ def test_autograd_adds_while_another_thread_moves_a_gradient(where):
         slow.added.set()
 
     assert not (errors := together(first, second)), errors
-    for seed in (10, 11):
-        eager(whole(4, seed, 8)).sum().backward()
-    for name, gradient in gradients(eager).items():
-        assert torch.equal(gradient, gradients(graphed)[name]), name
+    assert_same_sums(eager, graphed, (10, 11))
 
 
 def test_a_backward_that_has_begun_when_a_second_thread_comes(monkeypatch):
@@ -153,10 +155,7 @@ def test_a_backward_that_has_begun_when_a_second_thread_comes(monkeypatch):
     first.join(60)
     assert not first.is_alive()
     assert not any(buffer.is_grad() for buffer in control(graphed)._capturer._buffers.all())
-    for seed in (10, 11):
-        eager(whole(4, seed, 8)).sum().backward()
-    for name, gradient in gradients(eager).items():
-        assert torch.equal(gradient, gradients(graphed)[name]), name
+    assert_same_sums(eager, graphed, (10, 11))
 
 
 def test_a_thread_may_change_gradients_while_another_one_runs_a_forward():
@@ -168,8 +167,7 @@ def test_a_thread_may_change_gradients_while_another_one_runs_a_forward():
         assert not together(lambda model=model: losses.update({model: model(whole(4, 7, 8)).sum()}))
         torch._foreach_mul_(grads, 0.5)
         assert not together(losses.pop(model).backward)
-    for name, gradient in gradients(eager).items():
-        assert torch.equal(gradient, gradients(graphed)[name]), name
+    assert_same_sums(eager, graphed)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -264,8 +262,7 @@ def test_a_thread_draws_while_a_forward_is_run_again(monkeypatch):
             assert all(torch.equal(numbers, torch.rand(4)) for numbers in drawn)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
-    for name, gradient in gradients(eager).items():
-        assert torch.equal(gradient, gradients(graphed)[name]), name
+    assert_same_sums(eager, graphed)
 
 
 def test_a_forward_is_not_run_again_when_another_thread_has_drawn_in_its_replay(monkeypatch):

@@ -106,7 +106,7 @@ def test_a_module_may_go_from_one_thread_to_another():
 # ---- random numbers beside a capture
 
 
-def capture_many(make, count=20):
+def capture_many(make, count=8):
     """So many captures of new modules; the statistics of each."""
     found = []
     for _ in range(count):
@@ -134,13 +134,13 @@ def test_a_thread_that_draws_beside_captures_gets_no_number_twice(draw):
     with beside(lambda: drawn.append(tuple(DRAWS[draw]()))):
         stats = capture_many(dropping)
     assert all(s.captured and s.replayed for s in stats)
-    assert len(drawn) > 20 and len(set(drawn)) == len(drawn)
+    assert len(drawn) > 8 and len(set(drawn)) == len(drawn)
 
 
 def test_a_thread_with_a_generator_of_its_own_draws_as_if_it_were_alone():
     generator, drawn = torch.Generator().manual_seed(5), []
     with beside(lambda: drawn.append(torch.rand(4, generator=generator))):
-        capture_many(dropping, 5)
+        capture_many(dropping, 4)
     again = torch.Generator().manual_seed(5)
     assert all(torch.equal(numbers, torch.rand(4, generator=again)) for numbers in drawn)
 
@@ -199,9 +199,9 @@ def test_modules_are_captured_in_threads_at_once():
     def work(seed):
         torch.manual_seed(seed)
         graphed = graph(dropping(), warmup=0, strict=True)
-        for rows in range(1, 12):
+        for rows in range(1, 6):
             graphed(torch.randn(rows, 4)).square().sum().backward()
-        assert graphed.stats.captured == 11
+        assert graphed.stats.captured == 5
 
     errors = together(*[lambda seed=seed: work(seed) for seed in range(4)])
     assert not errors, errors
@@ -218,7 +218,7 @@ OTHERS = {
 @pytest.mark.parametrize("work", OTHERS)
 def test_what_captured_code_must_not_do_other_threads_may(work):
     with beside(OTHERS[work]):
-        for stats in capture_many(lambda: nn.Linear(4, 4)):
+        for stats in capture_many(lambda: nn.Linear(4, 4), 4):
             assert stats.captured == 1
 
 
@@ -262,12 +262,12 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
     def capture():
         threading.current_thread().name = "capturing"
-        for rows in range(1, 20):
+        for rows in range(1, 9):
             quietly(lambda rows=rows: graphed(torch.randn(rows, 4)).square().sum().backward())
 
     assert not (errors := together(evaluate, capture)), errors
     assert {weight for name, weight in seen if name == "evaluating"} == {real}
-    assert graphed.stats.captured == 19 and graphed.stats.replayed == 19
+    assert graphed.stats.captured == 8 and graphed.stats.replayed == 8
 
 
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
@@ -504,7 +504,7 @@ def test_numbers_that_only_the_default_generator_can_give_are_taken_back_unless_
     assert torch.equal(state, torch.get_rng_state())
     drawn = []
     with beside(lambda: drawn.append(tuple(torch.rand(4).tolist()))):
-        for _ in range(10):
+        for _ in range(5):
             graph(module, warmup=0, strict=True).build([(X,)])
     assert len(set(drawn)) == len(drawn)
 

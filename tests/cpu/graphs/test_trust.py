@@ -10,7 +10,7 @@ from statekit import One, Staged, quietly
 from torch import nn
 
 import packgraph
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 
 
 def by_the_clock(module, x):
@@ -58,9 +58,6 @@ def test_stages_are_trusted_too(scope):
 
         def second(self, state):
             return {"x": self.layers[0](state["x"]) * time.localtime(0).tm_year}
-
-        def forward(self, x):
-            return run_stages(self, x)
 
     eager, inner = Read(), Read()
     for module in (eager, inner):

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -29,8 +28,7 @@ def told(call, *args):
     """The messages of the warnings that a call makes; none may be lost because Python has seen its
     like."""
     gc.collect()  # modules of earlier tests say at their end that none of their calls was replayed
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         call(*args)
     assert all(issubclass(warning.category, PackgraphWarning) for warning in caught)
     assert all(warning.filename == __file__ for warning in caught), "said at the user's line"
@@ -224,18 +222,6 @@ def test_a_run_that_never_replayed_says_so_when_the_process_ends(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, check=True
     )
     assert "none of its calls was replayed" in ended.stderr and f"{script}:2" in ended.stderr
-
-
-def test_the_notice_keeps_nothing_alive():
-    graphed = captured(Mixed(), X)
-    gone = weakref.ref(graphed.module), weakref.ref(packgraph.control(graphed)._slots)
-    gc.collect()
-    gc.disable()
-    try:
-        del graphed
-        assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()
 
 
 def values(graphed, kind, count):

@@ -160,8 +160,7 @@ def test_a_name_that_no_block_has_is_said_once():
         packgraph.PackgraphWarning, match="no block is called mlp_atc; .* are mlp_act"
     ):
         train(graphed, offloading, steps=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", packgraph.PackgraphWarning)
+    with warnings.catch_warnings(action="error", category=packgraph.PackgraphWarning):
         train(graphed, offloading, steps=3)
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,6 @@ from packgraph.verification.matrix import budget_of, random_packs, tiny_config, 
 from packgraph.verification.verify import SequentialRuns, VerifyReport, verify, verify_sequential
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _give_back_determinism() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def granular(granularity: str, *, optimizer: bool = False, steps: int = 4) -> TrainConfig:

@@ -80,8 +80,7 @@ def test_what_never_replays_verifies_nothing():
         def forward(self, x):
             return super().forward(x) * float(x.sum())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", packgraph.PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=packgraph.PackgraphWarning):
         found = packgraph.verify(Reads(8, 8), batches())
     assert not found and found.difference is None and found.replayed == 0
     assert str(found).startswith("nothing was verified")

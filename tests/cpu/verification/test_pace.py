@@ -1,7 +1,6 @@
 """What verify says of a run that takes long: where it is, not often, and nothing of a quick one."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from packgraph.verification.matrix import tiny_config
 from packgraph.verification.verify import SILENT, VerificationProgress, verify, verify_sequential
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _give_back_determinism() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Clock:

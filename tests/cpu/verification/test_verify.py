@@ -26,12 +26,6 @@ from packgraph.verification.verify import VerifyReport, verify
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _give_back_determinism() -> Any:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def test_equal_tensors_are_equal_bit_by_bit() -> None:
     values = {
         "a": torch.tensor([1.0, float("nan"), -0.0]),

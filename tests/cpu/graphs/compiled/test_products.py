@@ -3,6 +3,7 @@ what result."""
 
 import pytest
 import torch
+from graphkit import Stages
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -10,13 +11,13 @@ import packgraph
 from packgraph.graphs.compiled.compiler import CompiledCode
 from packgraph.graphs.compiled.products import AddingCode, Product, take_products
 from packgraph.graphs.fallback import SAVED_TENSOR_HOOKS
-from packgraph.graphs.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage
 from packgraph.moe.experts import Experts
 
 TRACED = "aot_eager"
 
 
-class Chain(nn.Module):
+class Chain(Stages):
     """Linear layers, one after the other. reuse: the last layer is the first one again."""
 
     def __init__(self, reuse: bool = False) -> None:
@@ -25,20 +26,11 @@ class Chain(nn.Module):
         layers = [nn.Linear(6, 6, bias=number == 0) for number in range(3)]
         self.layers = nn.ModuleList([*layers, layers[1]] if reuse else layers)
 
-    def begin(self, x):
-        return {"x": x}
-
     def stages(self):
         return [
             Stage("mlp", number, lambda state, layer=layer: {"x": layer(state["x"]).tanh()})
             for number, layer in enumerate(self.layers)
         ]
-
-    def end(self, state):
-        return state["x"]
-
-    def forward(self, x):
-        return run_stages(self, x)
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +166,7 @@ class Returning(Chain):
     ],
     ids=["two products", "a product and another", "two products and another"],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(6)
 def test_weights_with_several_uses_get_products_in_place_in_one_segment(added, make, granularity):
     gradients(graphed(make(), granularity=granularity), "compare")
     added.clear()
@@ -270,6 +262,7 @@ class Grouped(Chain):
 
 
 @pytest.mark.parametrize(("used", "products"), [(1, 5), (2, 3)])
+@pytest.mark.few(2)
 def test_stacks_of_products_are_added_in_place_unless_there_are_two_of_them(added, used, products):
     eager = gradients(graphed(Grouped(used)), "compare")
     assert added.count(True) == 3 * products

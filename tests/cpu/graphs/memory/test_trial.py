@@ -13,7 +13,7 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.graphs.recorder.backend import RecorderBackend
 
-SIZES = (40, 24, 16)
+SIZES = (40, 16)
 
 
 def warmed(**options):

@@ -1,4 +1,4 @@
-"""The loop of preferences learns, and does as it does without graphs."""
+"""The loops of preferences and of rollouts learn, and do as they do without graphs."""
 
 import json
 import runpy
@@ -9,27 +9,28 @@ import torch
 
 import packgraph
 
-PROGRAM = Path(__file__).parents[3] / "examples" / "dpo.py"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PREFERENCES, ROLLOUTS = EXAMPLES / "dpo.py", EXAMPLES / "grpo_loop.py"
 
 
-def run(monkeypatch, *options):
-    monkeypatch.setattr("sys.argv", [str(PROGRAM), *options])
-    return runpy.run_path(str(PROGRAM))["main"]()
+def run(monkeypatch, program, *options):
+    monkeypatch.setattr("sys.argv", [str(program), *options])
+    return runpy.run_path(str(program))["main"]()
 
 
 def test_preferences_by_graphs_equal_those_without(monkeypatch, capsys):
-    found = run(monkeypatch, "--steps", "12")
+    found = run(monkeypatch, PREFERENCES, "--steps", "12")
     said = capsys.readouterr().out
     assert said.count("'warm-up': 1})") == 2 and said.count("replayed=11") == 2, said
     # the reference is what the policy began with
     assert found[0] == (pytest.approx(0.6931472), 0.0, 0.0)
     assert found[-1][0] < 0.6 and found[-1][1] == 1.0 and found[-1][2] > 0.2
-    assert run(monkeypatch, "--steps", "12", "--eager") == found
+    assert run(monkeypatch, PREFERENCES, "--steps", "12", "--eager") == found
     assert said.count("replayed=0") == 0 and capsys.readouterr().out.count("replayed=0") == 2
 
 
 def test_the_loss_is_that_of_the_paper(monkeypatch, tmp_path):
-    program = runpy.run_path(str(PROGRAM))
+    program = runpy.run_path(str(PREFERENCES))
     rows = [{"chosen": f"ask {'a' * n} yes", "rejected": f"ask {'a' * n} never"} for n in (1, 9, 4)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
@@ -54,4 +55,13 @@ def test_a_file_without_preferences_is_refused(monkeypatch, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "no preference"}\n')
     with pytest.raises(SystemExit, match="needs `chosen` and `rejected`"):
-        run(monkeypatch, "--data", str(path))
+        run(monkeypatch, PREFERENCES, "--data", str(path))
+
+
+def test_rollouts_and_updates_by_graphs_equal_those_without(monkeypatch, capsys):
+    found = run(monkeypatch, ROLLOUTS, "--steps", "16")
+    said = capsys.readouterr().out
+    assert "'warm-up': 2})" in said and "replayed=110" in said, said
+    assert found[-1][1] > 0.6 > 0.4 > found[0][1]
+    assert run(monkeypatch, ROLLOUTS, "--steps", "16", "--eager") == found
+    assert "replayed=0" in capsys.readouterr().out
