@@ -2,6 +2,8 @@
 there are none."""
 
 import json
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from packgraph.bench.comparison import (
 )
 from packgraph.bench.models import SHAPES, draw_batches, shape
 from packgraph.bench.rows import Rows, facts, figures, why
+from packgraph.bench.step import StepComparison
 from packgraph.bench.variants import Graphed, compiled_stack
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
@@ -399,3 +402,25 @@ def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(
         "the second round begins with chunk"
     )
     assert chunk["reason"] == "rank 0: RuntimeError: lost the device"
+
+
+# ---- a benchmark that is asked to end
+
+
+def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time, rounds = StepComparison.time, []
+
+    def ends_in_the_fifth(self, way, number):
+        rounds.append(number)
+        if len(rounds) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return time(self, way, number)
+
+    monkeypatch.setattr(StepComparison, "time", ends_in_the_fifth)
+    words = ["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "9", "--calls", "1"]
+    assert cli.main(words) == cli.INTERRUPTED
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in rows] == ["eager", "chunk"]
+    assert all(row["rounds"] == 2 and row["figures"] for row in rows)

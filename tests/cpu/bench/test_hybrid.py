@@ -21,14 +21,9 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.stack import DecoderStack
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 TINY = shape("hybrid-tiny")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_ways_without_compiling_train_on_the_same_and_begin_with_the_same_loss()
 
 
 @pytest.mark.parametrize("work", ["loss", "logprobs"])
+@pytest.mark.few(2)
 def test_forwards_without_gradients_give_the_same_numbers_from_the_pools_that_are_there(work):
     rows = measured(("transformers", "live", "own", "eager"), work=work)
     assert [row["reason"] for row in rows] == [None] * 4

@@ -34,16 +34,11 @@ from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.packing.capacity import Capacity
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "h200_moe.sh"
 TINY = shape("moonlight-tiny")
 EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")

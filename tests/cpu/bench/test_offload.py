@@ -10,9 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bench import main
 from bench_offload import OffloadArguments, OffloadCase, OffloadRun
-from offload_measures import copy_ceiling, copy_times, free_host_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_measures import (
+    HeldBytes,
+    copy_ceiling,
+    copy_times,
+    free_host_bytes,
+    kept_for_backward,
+    most_tokens,
+    search,
+)
 from step_figures import attempt_alone
 
 from packgraph.bench.comparison import Deadline
@@ -78,7 +89,7 @@ def test_ways_that_are_asked_for_are_compared_with_what_is_kept_where_that_is_as
         assert ("time_ratio" in rows[-1]) == ("kept" in ways)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("calls", [3])
 def test_a_round_has_as_many_microbatches_as_are_asked_for(capsys, calls):
     words = (
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
@@ -220,7 +231,7 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
 def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     words = (
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
-        "--largest 32"
+        "--largest 32 --ways kept everything"
     )
     passed = iter([False] * 4)
     with mock.patch.object(
@@ -237,7 +248,7 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
 def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_error(capsys):
     words = (
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
-        "--largest 32"
+        "--largest 32 --ways kept everything"
     )
     for error, most, reason in (
         (torch.OutOfMemoryError("CUDA out of memory"), 96, None),
@@ -261,3 +272,110 @@ def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_
 def test_a_cpu_has_no_copies_to_time():
     assert copy_ceiling(torch.device("cpu")) == CopySpeed()
     assert copy_times(torch.device("cpu"), lambda: None) is None
+
+
+# ---- what a forward keeps for its backward
+
+
+def test_saved_storages_count_once_while_they_live():
+    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+
+    def forward():
+        hidden = x @ weight  # saves what is there anyway
+        F.silu(torch.ones(99, requires_grad=True) * 2)  # nobody needs it when the forward ends
+        return F.silu(hidden[:2]).sum() + F.silu(hidden[2:]).sum()  # two views of one storage
+
+    assert kept_for_backward(forward, [weight, x]) == 4 * 8 * 4
+    assert kept_for_backward(forward, [x]) == (4 * 8 + 8 * 8) * 4
+    assert kept_for_backward(lambda: x.sum(), []) == 0
+
+
+def kept_by(layers):
+    model = build_part("layers", shape("tiny", layers), torch.device("cpu"), torch.float32)
+    zero_gradients([model])
+    options = OffloadArguments(model="tiny", layers=layers, part="layers", tokens=(32,))
+    return OffloadCase(options, model, torch.device("cpu"), 32, CopySpeed()).kept_bytes()
+
+
+def test_every_layer_keeps_as_much_as_another():
+    one, two, three = kept_by(1), kept_by(2), kept_by(3)
+    assert three - two == two - one > 32 * 3 * shape("tiny", 1).intermediate_size * 4, (
+        "gate, up and their product"
+    )
+
+
+# ---- the search for the most tokens that run
+
+
+LOTS = HeldBytes(0.0, 2.0**60)
+
+
+@given(most=st.integers(0, 100), good=st.integers(0, 100), guess=st.integers(0, 120))
+def test_the_largest_number_that_fits_is_found(most, good, guess):
+    asked, good = [], min(good, most)
+    assert search(lambda number: asked.append(number) or number <= most, good, guess) == most
+    assert len(set(asked)) == len(asked) <= 15 and all(number > good for number in asked)
+
+
+def test_a_good_guess_takes_two_trials():
+    asked = []
+    assert search(lambda number: asked.append(number) or number <= 13, 4, 13) == 13
+    assert asked == [13, 14]
+
+
+@pytest.mark.parametrize(("asks", "good"), [(0, 2), (1, 4), (3, 16), (4, 16), (5, 24)])
+def test_what_is_known_when_the_time_is_up_is_told(asks, good):
+    """4, 8 and 16 fit, 32 does not, 24 fits, 28 does not."""
+    asked = []
+    assert (
+        search(
+            lambda number: None if len(asked) == asks else asked.append(number) or number <= 27, 2
+        )
+        == good
+    )
+
+
+def trials(most, takes, there, known=32, deadline=None):
+    asked = []
+    found = most_tokens(
+        lambda tokens: asked.append(tokens) or tokens <= most,
+        32,
+        deadline or Deadline(None),
+        known,
+        takes,
+        there,
+    )
+    return *found, asked
+
+
+def test_a_search_begins_with_what_should_fit():
+    assert trials(1000, HeldBytes(1.0, 0.0), HeldBytes(1040.0, 2.0**60)) == (
+        992,
+        None,
+        [960, 992, 1056, 1024],
+    )
+    assert trials(1000, HeldBytes(), LOTS)[:2] == (992, None)
+
+
+def test_a_search_stops_before_the_host_has_no_memory_left():
+    gib = 2.0**30
+    most, why, asked = trials(10**6, HeldBytes(1.0, gib), HeldBytes(10.0**6, 1000 * gib))
+    assert most == 992 and asked == [992]
+    assert (
+        why
+        == "1024 would take 1024 GiB of pinned host memory, more than the 1000 GiB of --host-gib"
+    )
+    most, why, asked = trials(10**6, HeldBytes(0.0, gib), HeldBytes(0.0, 40 * gib))
+    assert (most, asked) == (32, []) and why.startswith("64 would take 64 GiB")
+    assert trials(900, HeldBytes(1.0, gib), HeldBytes(10.0**6, 1000 * gib))[:2] == (896, None)
+
+
+def test_a_search_without_time_tells_what_was_known():
+    most, why, asked = trials(10**6, HeldBytes(), LOTS, deadline=Deadline(-1.0))
+    assert (most, asked) == (32, []) and why.startswith("not measured")
+
+
+def test_below_a_guess_that_does_not_fit_the_next_ones_are_tried():
+    asked = []
+    assert search(lambda number: asked.append(number) or number <= 12, 1, 14) == 12
+    assert asked == [14, 13, 11, 12]

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hand_made
 import pytest
 import torch
+import torch.nn.functional as F
 from bench import STEP_WAYS, main
 from bench_memory import _ratios
 from benchkit import CPU, ONE, SMALL, make, make_way, results
@@ -24,6 +26,7 @@ from packgraph.bench import variants as ways
 from packgraph.bench.comparison import Deadline, room_for_code
 from packgraph.bench.models import (
     TimedPart,
+    build_part,
     refit,
     shape,
     squared_gradients,
@@ -37,16 +40,11 @@ from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 COMPILED = ("compile", "auto+compile")
 BUCKETS = Capacity(24, 2), Capacity(32, 3), ONE
 TWO = ("--layers", "2")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
@@ -368,3 +366,35 @@ def test_unknown_capacities_are_refused_by_ways_that_have_few() -> None:
     with pytest.raises(ValueError, match="no capacity holds"):
         way.capacity(PackedBatch.build([[1]] * 7, Capacity(32, 7)))
     assert partial(way.capacity, draws[0])() in BUCKETS
+
+
+# ---- layers of a graph that is made by hand
+
+
+def by_documents(q, k, v, boundaries, longest):
+    """Attention of one document after the other."""
+    found = []
+    for begin, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        parts = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+        found.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True))
+    return torch.cat(found, 2)[0].transpose(0, 1)
+
+
+def test_layers_by_hand_compute_what_packgraph_computes(monkeypatch):
+    monkeypatch.setattr(hand_made, "attend", by_documents)
+    batch, cpu = hand_made.documents_of(96, 50), torch.device("cpu")
+    model = build_part("layers", shape("tiny", 2), cpu, torch.float32)
+    work = TimedPart(model, 96, batch.num_tokens)
+    expected = model(*work.arguments(batch))
+    cos, sin = model.rotary(batch.position_ids, torch.float32)
+    hidden = work.hidden
+    for layer in model.layers.values():
+        by_hand = hand_made.HandLayer(layer, max(batch.lengths))
+        hidden = by_hand(hidden, cos[:, None], sin[:, None], batch.cu_seqlens)
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_cuda_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hand_made.main([]) == 2
+    assert "needs CUDA" in capsys.readouterr().err

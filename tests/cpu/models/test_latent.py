@@ -83,7 +83,7 @@ def test_logits_and_gradients_equal_those_of_transformers(
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     rank=st.integers(4, 12),
     query_rank=st.sampled_from([0, 4, 9]),

@@ -261,7 +261,7 @@ def test_the_last_pipeline_stage_has_the_layers_and_a_table_of_its_own():
         ("tied, two", "chunk", None, "none"),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(5)
 def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
     config = dataclasses.replace(SHAPES[shape], dropout=0.1)
     models = eager, captured = [DecoderModel(config, seed=1) for _ in range(2)]
@@ -278,12 +278,12 @@ def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
     for model, call in zip(models, (eager, graphed), strict=True):
         torch.manual_seed(3)
         losses[model] = []
-        for batch in random_batches(10):
+        for batch in random_batches(8):
             loss = call(batch, torch.tensor(20))
             loss.backward()
             losses[model].append((loss.item(), model.mtp_sums.take().tolist()))
-    assert losses[eager] == losses[captured] and control(graphed).stats.replayed >= 6
-    assert len({str(numbers) for numbers in losses[eager]}) == 10
+    assert losses[eager] == losses[captured] and control(graphed).stats.replayed >= 4
+    assert len({str(numbers) for numbers in losses[eager]}) == 8
     for name, parameter in eager.named_parameters():
         assert torch.equal(parameter.grad, captured.get_parameter(name).grad), name
     graphed.close()

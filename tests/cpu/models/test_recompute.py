@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphkit import Stages
 from offloadkit import CAPACITIES, batches, by_hand, config, runtime_of
 
 import packgraph
 from packgraph.graphs.checkpointed import checkpointed
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.trial import trial_memory
-from packgraph.graphs.stages import run_stages
 from packgraph.models.config import MambaConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.train.strategies import sample_batch
@@ -172,6 +172,7 @@ def pool_bytes(what, **options):
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.few(2)
 def test_pools_are_smaller(granularity):
     none, selective, full = (
         pool_bytes(what, granularity=granularity) for what in ("none", "selective", "full")
@@ -191,27 +192,18 @@ def test_graphs_are_captured_again_for_another_choice():
     assert sizes[1] < 0.9 * sizes[0] and sizes[2] == sizes[0]
 
 
-class Counting(torch.nn.Module):
+class Counting(Stages):
     """A staged model whose only layer draws random numbers, in one way or another."""
 
     def __init__(self, draw, recompute):
         super().__init__()
         self.linear, self.draw, self.how = torch.nn.Linear(8, 8), draw, recompute
 
-    def begin(self, x):
-        return {"x": x}
-
     def stages(self):
         return [packgraph.Stage("mlp", 0, self.layer, recompute=self.how)]
 
     def layer(self, state):
         return {"x": self.draw(self.linear(state["x"]).sin()).square()}
-
-    def end(self, state):
-        return state["x"]
-
-    def forward(self, x):
-        return run_stages(self, x)
 
 
 def out_of_place(x):
@@ -305,7 +297,7 @@ def test_inputs_of_layers_wait_on_the_host_and_those_from_outside_stay():
 
 
 def test_offloaded_inputs_leave_the_pool():
-    settings = replace(config(12), hidden_size=64, intermediate_size=16, dropout=0.0)
+    settings = replace(config(8), hidden_size=64, intermediate_size=16, dropout=0.0)
     capacity, sizes = packgraph.Capacity(256, 4), []
     for offloads in (False, True):
         model = DecoderModel(settings, seed=1)
@@ -319,5 +311,5 @@ def test_offloaded_inputs_leave_the_pool():
             if offloads:
                 runtime.end_step()
         sizes.append(trial_memory(graphed, [arguments], 1).pools)
-    assert sum(runtime.plan.moves) == 12
-    assert sizes[1] < sizes[0] - 6 * 256 * 64 * 4, "at least half of the inputs are gone"
+    assert sum(runtime.plan.moves) == 8
+    assert sizes[1] < sizes[0] - 4 * 256 * 64 * 4, "at least half of the inputs are gone"

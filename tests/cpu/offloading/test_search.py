@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloadcheck import timeline_errors
 from offloadtraces import (
@@ -53,7 +53,6 @@ def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
 
 
 @given(small_traces(most=4), speeds(), st.floats(0, 1.1), st.sampled_from([0.0, 0.02, 0.1, 0.5]))
-@settings(max_examples=40)
 def test_small_cases_have_the_best_of_all_plans(
     trace: OffloadTrace, speed: CopySpeed, share: float, lost: float
 ) -> None:
@@ -135,7 +134,6 @@ def test_eight_groups_have_the_best_of_all_sets() -> None:
 @given(
     small_traces(most=14), speeds(), st.floats(0.2, 1), st.floats(0, 0.3), st.sampled_from([0, 5])
 )
-@settings(max_examples=60)
 def test_more_means_are_never_worse(
     trace: OffloadTrace, speed: CopySpeed, share: float, lost: float, few: int
 ) -> None:

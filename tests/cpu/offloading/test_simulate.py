@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloadcheck import timeline_errors
 from offloadtraces import make_trace, small_traces, speeds
@@ -156,7 +156,6 @@ def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(
 
 
 @given(st.data(), small_traces(), speeds())
-@settings(max_examples=120)
 def test_the_fast_passes_equal_the_simulator(
     data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
 ) -> None:

@@ -12,7 +12,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet, read_capacities
 from packgraph.packing.pack import PackReport, pack, pack_stream
 
 pytest.importorskip("hypothesis")
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 
 CAPACITIES = strategies.lists(
     strategies.builds(
@@ -179,7 +179,6 @@ def test_nothing_packs_to_nothing():
     assert list(pack_stream(iter([]), [Capacity(8, 4)])) == []
 
 
-@settings(max_examples=30)
 @given(
     strategies.lists(
         strategies.tuples(strategies.integers(1, 12), strategies.integers(1, 5)), max_size=8

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 
@@ -55,7 +55,6 @@ def test_blocks_of_compute_and_waiting_fill_the_time(
 
 
 @given(small_traces(), speeds())
-@settings(max_examples=30)
 def test_the_chrome_trace_loads_and_has_what_viewers_ask_for(
     trace: OffloadTrace, speed: CopySpeed
 ) -> None:

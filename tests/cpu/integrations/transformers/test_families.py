@@ -69,7 +69,7 @@ def test_the_comparison_sees_what_the_family_does(family):
 
 
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 def test_graphs_equal_eager_bit_by_bit(family):
     found = packgraph.verify(
         packed(build(family)), random_batches(4), capacities=[CAPACITY], strict=True, warmup=1

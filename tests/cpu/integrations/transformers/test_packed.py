@@ -325,8 +325,7 @@ def test_a_model_that_cannot_be_captured_says_why_once_and_trains():
     model.model.layers[1].input_layernorm = Printing(model.model.layers[1].input_layernorm)
     twin = packed(copy.deepcopy(model))
     batches = random_batches(5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         losses, graphed = graphed_steps(packed(model), batches)
     said = [str(w.message) for w in caught if issubclass(w.category, packgraph.PackgraphWarning)]
     assert len(said) == 1 and "test_packed.py" in said[0] and "item" in said[0], said

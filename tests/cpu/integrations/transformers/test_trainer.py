@@ -211,6 +211,7 @@ def test_data_sets_of_rows(columns, tmp_path):
 
 @pytest.mark.parametrize("table", [False, True], ids=["list", "data set"])
 @pytest.mark.parametrize("sized", [False, True], ids=["", "capacities"])
+@pytest.mark.few(3)
 def test_rows_that_cannot_be_packed_are_refused_when_the_trainer_is_made(table, sized, tmp_path):
     datasets = pytest.importorskip("datasets", reason="the data set is of this library")
     whole = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in TRAIN]

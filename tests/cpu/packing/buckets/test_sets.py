@@ -9,7 +9,7 @@ from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.buckets.sets import Grid, best_set, cost_of, grid_of, quantiles, tight_cost
 
 pytest.importorskip("hypothesis")
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 
 COSTS = strategies.builds(
     CostModel,
@@ -51,7 +51,6 @@ def naive_cost(corners, fills, cost):
     return total
 
 
-@settings(deadline=None, max_examples=60)
 @given(FILLS, COSTS, strategies.integers(1, 3), strategies.sampled_from([1, 4]))
 def test_a_set_holds_every_row_and_costs_between_the_best_and_the_quantiles(
     fills, cost, most, multiple

@@ -18,7 +18,7 @@ from packgraph.parallel.context.request import ContextCost, ContextRequest, fit,
 from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
 pytest.importorskip("hypothesis")
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 
 SVG = "{http://www.w3.org/2000/svg}"
 TOKENS = 32
@@ -166,7 +166,6 @@ def brute_force(lengths, request, microsteps, best):
     return place(0, best)
 
 
-@settings(deadline=None, max_examples=60)
 @given(strategies.data())
 def test_every_plan_is_legal_and_the_same_twice(data):
     request = data.draw(requests())
@@ -176,7 +175,6 @@ def test_every_plan_is_legal_and_the_same_twice(data):
     assert plan.left == () and plan == plan_context(lengths, request)
 
 
-@settings(deadline=None, max_examples=40)
 @given(strategies.data(), strategies.integers(1, 4))
 def test_a_step_of_so_many_microsteps_leaves_the_rest_for_the_next(data, microsteps):
     asked = data.draw(requests())
@@ -225,7 +223,6 @@ def compare(lengths, request):
     return plan.step_us / best
 
 
-@settings(deadline=None, max_examples=60)
 @given(strategies.data())
 def test_small_plans_against_brute_force(data):
     request = data.draw(requests(worlds=(1, 2, 3, 4)))
