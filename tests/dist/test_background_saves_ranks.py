@@ -1,5 +1,6 @@
 """Checkpoints written beside training on several ranks: the same files, and errors on all."""
 
+import contextlib
 import errno
 import os
 import time
@@ -105,13 +106,11 @@ def train_on_a_full_disk(mesh, folder, rank, where):
 
     setattr(checkpoint, where, failing)
     options = settings(True, graph=False, steps=1000, checkpoint_every=4)
-    run = trainer(folder / "run", options, mesh=mesh)
-    try:
-        run.run(StopRequest())
-    except CheckpointError as error:
-        return str(error), run.step
-    finally:
-        run.close()
+    with contextlib.closing(trainer(folder / "run", options, mesh=mesh)) as run:
+        try:
+            run.run(StopRequest())
+        except CheckpointError as error:
+            return str(error), run.step
     return "", run.step
 
 

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from unittest import mock
 
-import pytest
 from bench_context import ContextArguments, measure_context
 from context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from distkit import CPU, run_ranks
@@ -44,7 +43,6 @@ def measured(mesh, chosen):
     return rows.all
 
 
-@pytest.mark.dist
 def test_bench_context_on_two_ranks():
     one, two = run_ranks(
         measured, 2, options(), layout=Layout(dp=1, cp=2, contexts=(1, 2)), seconds=120.0
@@ -83,7 +81,6 @@ def hurried(mesh, chosen):
     return rows.all, built
 
 
-@pytest.mark.dist
 def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
     """The bank that costs were measured with is not built again, and given back where its way is
     not prepared."""

@@ -6,13 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigLayer, read_config
 from packgraph.train.memory import SHARE, predicted_peak
 
-pytestmark = pytest.mark.dist
 MODEL = {"num_layers": 6, "hidden_size": 64, "intermediate_size": 192}
 OPTIONS = {
     "model": MODEL,

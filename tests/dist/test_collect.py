@@ -65,7 +65,6 @@ def gathered(mesh):
     return dict(collect(mesh, tensors))
 
 
-@pytest.mark.dist
 def test_the_first_rank_gets_all_and_the_others_nothing():
     first, second = run_ranks(gathered, 2, layout=Layout(tp=2))
     numbers = torch.arange(15.0).view(5, 3)

@@ -1,6 +1,7 @@
 """Compiled stages where a model is split over ranks: graphs of them equal the same code run
 eagerly, on every rank."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -46,18 +47,14 @@ def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
     with (
         mock.patch("packgraph.train.strategies.graph", traced),
-        mock.patch("packgraph.train.strategies.graph", traced),
+        contextlib.closing(trainer(Path(folder), settings, mesh=mesh)) as run,
     ):
-        run = trainer(Path(folder), settings, mesh=mesh)
-        try:
-            summary = run.run(StopRequest())
-            parameters = {
-                name: local_tensor(value.detach()).clone()
-                for name, value in run.model.named_parameters()
-            }
-            return parameters, summary["replayed"], summary["compiled"]
-        finally:
-            run.close()
+        summary = run.run(StopRequest())
+        parameters = {
+            name: local_tensor(value.detach()).clone()
+            for name, value in run.model.named_parameters()
+        }
+        return parameters, summary["replayed"], summary["compiled"]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,6 @@ def test_only_nodes_of_its_parameters_are_watched(monkeypatch):
     assert [list(map(id, parameters)) for parameters in heard] == [[id(ours)]]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_graphs_equal_eager_on_every_replica(granularity):
     for eager, graph in run_ranks(
@@ -140,14 +139,12 @@ def test_graphs_equal_eager_on_every_replica(granularity):
         assert not differences(eager, graph)
 
 
-@pytest.mark.dist
 def test_sharded_layers_do_what_they_do_on_gpus():
     options = {"steps": 6, "granularity": "layer", "shard": "parameters", "dtype": torch.bfloat16}
     for eager, graph in run_ranks(train_both, 2, options):
         assert graph["replayed"] > 3 and not differences(eager, graph)
 
 
-@pytest.mark.dist
 def test_two_replicas_equal_one_process_within_rounding():
     alone = train(None, graphs=False, steps=STEPS)
     results = run_ranks(run_graphs, 2)
@@ -177,7 +174,6 @@ def run_variants(mesh):
     )
 
 
-@pytest.mark.dist
 def test_overlap_and_gradients_set_to_none_change_nothing():
     for plain, overlapped, set_to_none in run_ranks(run_variants, 2):
         assert not differences(plain, overlapped)
@@ -209,7 +205,6 @@ def poisoned_until_gathered(mesh):
     return {"trace": trace}, train(mesh, graphs=True, steps=4)
 
 
-@pytest.mark.dist
 def test_parameters_are_whole_before_they_are_used():
     for poisoned, plain in run_ranks(poisoned_until_gathered, 2):
         assert not differences(poisoned, plain)
@@ -240,6 +235,5 @@ def reduce_small_spans(mesh):
     return True
 
 
-@pytest.mark.dist
 def test_spans_are_sent_in_one_order_on_all_ranks():
     assert run_ranks(reduce_small_spans, 2) == [True, True]

@@ -11,7 +11,6 @@ from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.updates import adamw
 
-pytestmark = pytest.mark.dist
 STEPS = 3
 
 

@@ -1,31 +1,28 @@
 """Evaluations over ranks: every layout finds the loss of one document after another, trains as a
 run without them, and all ranks decide alike."""
 
+import contextlib
 import dataclasses
 import math
 import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from distkit import run_ranks
 from evalkit import config, documents, held_out, learned, made, naive_loss, rows
-from trainkit import equal
+from trainkit import equal, held_tensors
 
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces, collect
+from packgraph.parallel.pieces import collect
 from packgraph.train.checkpoint.writer import best_checkpoint
 from packgraph.train.config.sections import EvalConfig, ParallelConfig
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.signals import StopRequest
-
-pytestmark = pytest.mark.dist
 
 SHARE = EvalConfig(every=2, share=0.2)
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, document_loss=1e-2)
@@ -80,18 +77,14 @@ def layout_of(parallel):
 
 def go(mesh, folder, name, options, change=None):
     """Run to the end: what this rank holds, what it has found, and all tensors whole."""
-    run = made(Path(folder) / name, options, mesh)
-    if change is not None:
-        change(run, mesh)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PackgraphWarning)  # such as one of an eager call
+    with contextlib.closing(made(Path(folder) / name, options, mesh)) as run:
+        if change is not None:
+            change(run, mesh)
+        with warnings.catch_warnings(action="error", category=PackgraphWarning):
             summary = run.run(StopRequest())
-        held = {name: _held(value) for name, value in run.tensors().items()}
+        held = held_tensors(run)
         found = {"held": held, "summary": summary, "state": run.evaluation.state()}
         return found | {"whole": dict(collect(mesh, run.tensors())), "step": run.step}
-    finally:
-        run.close()
 
 
 def three(mesh, folder, parallel, changes):
@@ -102,13 +95,6 @@ def three(mesh, folder, parallel, changes):
         go(mesh, folder, "plain", settings(folder, parallel, changes, off)),
         go(mesh, folder, "eager", settings(folder, parallel, changes, graph=False)),
     ]
-
-
-def _held(value):
-    """What this rank holds of a tensor."""
-    if isinstance(value, Pieces):
-        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return local_tensor(value.detach()).clone()
 
 
 def whole_model(options, tensors):
@@ -206,16 +192,15 @@ def test_an_evaluation_that_lacks_room_for_experts_is_made_again(tmp_path):
 def lacking(mesh, folder):
     """An evaluation of fresh weights whose experts have hardly any room."""
     parallel = {"dp": 2, "ep": 2, "expert_room": 1.0}
-    run = made(
-        Path(folder) / "run", settings(folder, parallel, {"model_": {"experts": SKEWED}}), mesh
-    )
-    room = [block.dispatcher.factor for block in moe_blocks(run.model.chunks)]
-    try:
+    with contextlib.closing(
+        made(
+            Path(folder) / "run", settings(folder, parallel, {"model_": {"experts": SKEWED}}), mesh
+        )
+    ) as run:
+        room = [block.dispatcher.factor for block in moe_blocks(run.model.chunks)]
         found = run.evaluation.run(0)
         grown = [block.dispatcher.factor for block in moe_blocks(run.model.chunks)]
         return found, room, grown, dict(collect(mesh, run.tensors()))
-    finally:
-        run.close()
 
 
 def test_no_row_of_an_expert_is_left_out(tmp_path):

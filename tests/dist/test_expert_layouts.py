@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from distkit import CPU, run_ranks
-from trainkit import close, equal, tiny, trainer
+from trainkit import close, equal, finished, tiny
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
@@ -17,7 +17,6 @@ from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.features import moe
 from packgraph.train.features.moe import set_pages
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
     budget_over,
@@ -26,8 +25,6 @@ from packgraph.verification.matrix import (
     tiny_experts_config,
 )
 from packgraph.verification.ranks import verify_ranks
-
-pytestmark = pytest.mark.dist
 
 
 def config(parallel, first_dense=0, **graph):
@@ -48,12 +45,8 @@ def config(parallel, first_dense=0, **graph):
 
 
 def go(mesh, folder, settings):
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, mesh=mesh) as run:
         return run.repeated
-    finally:
-        run.close()
 
 
 def losses(folder):
@@ -96,12 +89,8 @@ def test_tensor_parallel_ranks_have_copies_of_experts(sequence, tmp_path):
 
 
 def tensors(mesh, folder, settings):
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, mesh=mesh) as run:
         return dict(collect(mesh, run.tensors())), run.executor.totals()
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,6 @@ def train(mesh, dispatcher, overlap):
     return first, norms, dict(collect(mesh, training.tensors())), in_pieces
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("dispatcher", "overlap"), [("padded", True), ("host_splits", False)])
 def test_replicas_that_share_experts_train_as_one_process(layout, dispatcher, overlap):
@@ -137,7 +136,6 @@ def load(mesh, folder):
     return dict(collect(mesh, training.tensors()))
 
 
-@pytest.mark.dist
 def test_a_checkpoint_is_read_at_any_other_number_of_ranks_that_share_experts(tmp_path):
     saved = run_ranks(save, 4, str(tmp_path), layout=LAYOUTS[1])[0]
     assert saved["model.layers.0.experts.down_proj"].shape[0] == EXPERTS
@@ -175,7 +173,6 @@ def split_twice(mesh):
     return True
 
 
-@pytest.mark.dist
 def test_experts_are_split_once():
     assert all(run_ranks(split_twice, 2, layout=Layout(ep=2)))
 

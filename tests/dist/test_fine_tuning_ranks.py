@@ -13,7 +13,6 @@ from tuningkit import logits, tiny_model, train, words
 from packgraph import cli
 from packgraph.train.metrics import METRICS, read_metrics
 
-pytestmark = pytest.mark.dist
 # Sums over two replicas are rounded in another order; Adam then divides by small numbers.
 CLOSE = {"rel": 2e-3, "abs": 1e-5}
 

@@ -44,7 +44,6 @@ ROWS = 6  # of the layers that are compared one by one
 NEAR = 1e-3  # of what differs by sums in another order, and by a few codes that they change
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("sequence", "options"),
     [
@@ -114,7 +113,6 @@ def split_products(mesh, precision, by_outputs, splits_rows):
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("by_outputs", "splits_rows"), [(True, False), (False, False), (False, True)]
@@ -181,7 +179,6 @@ def distances(one, other):
     return {name: float((one[name] - other[name]).norm() / other[name].norm()) for name in other}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("precision", "sequence"), [(FLOAT8, True), (FLOAT8_GRADIENTS, False)])
 def test_a_model_computes_what_it_does_with_cut_matrices(precision, sequence):
     twin, wrong = decoder(precision), decoder(precision)
@@ -234,7 +231,6 @@ def refusals(mesh):
     return found
 
 
-@pytest.mark.dist
 def test_what_cannot_be_split_is_refused_with_all_names():
     """Layers in float8 are split as others are, so checkpoints do not know of it."""
     for found in run_ranks(refusals, 2, layout=TP2):
@@ -291,7 +287,6 @@ def verified(mesh, config):
     return verify_ranks("float8", config, packs, CPU, mesh, budget=budget)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "sequence")) for name in CASES]
 )
@@ -314,7 +309,6 @@ def own_share(split, x):
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_a_sum_over_ranks_that_is_left_out_is_far_from_one_process():
     """The negative control of the limits of float8."""

@@ -13,8 +13,6 @@ from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import verify_ranks
 
-pytestmark = pytest.mark.dist
-
 EP2, PP2_EP2, CP2_EP2 = Layout(dp=2, ep=2), Layout(dp=2, pp=2, ep=2), Layout(dp=2, cp=2, ep=2)
 EP4, EP2_EDP2 = Layout(dp=4, ep=4), Layout(dp=4, ep=2)
 PARTLY = ("mamba", "attn", "moe_router")

@@ -8,28 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from contextkit import SPREAD, SpreadPacks, equal_metrics, switched
 from distkit import run_ranks
 from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
-from trainkit import RandomPacks, close, equal, tiny, trainer
+from trainkit import close, equal, finished, tiny
 
-from packgraph.graphs.graphed import graph
 from packgraph.mamba.heads import ScanShape, ranks_problem
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.attention.context import ContextGroup, own_rows
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import dynamic_config, switching_steps, tiny_hybrid_config
 from packgraph.verification.ranks import verify_ranks
-
-pytestmark = pytest.mark.dist
 
 ALONE, CP2, CP2_DP2, CP2_PP2 = (
     Layout(dp=1),
@@ -38,33 +33,13 @@ ALONE, CP2, CP2_DP2, CP2_PP2 = (
     Layout(dp=1, cp=2, pp=2),
 )
 CP4, PP2, DP2 = Layout(dp=1, cp=4), Layout(dp=1, pp=2), Layout(dp=2)
-CAPACITIES = (Capacity(32, 8), Capacity(64, 64))
+CAPACITIES = SPREAD["ulysses"]
 LENGTHS = {
     "mixed": (13, 1, 20, 7),
     "one document on all ranks": (47,),
     "ranks with padding only": (5,),
 }
 GROUPS = (1, 2, 4, 8)  # fewer than ranks, as many, more
-
-
-class Packs(RandomPacks):
-    """Rows of one capacity after the other: one document over all ranks, single tokens, ranks with
-    padding only, and what comes."""
-
-    def __next__(self):
-        draw = random.Random(self.position)
-        capacity = CAPACITIES[self.position // 2 % 2]
-        kinds = (
-            [capacity.tokens],
-            [1, *[2] * (capacity.documents // 2 - 1)],
-            [5, 3],
-            [draw.randint(2, capacity.tokens // 4) for _ in range(3)],
-        )
-        lengths = kinds[self.position * 3 // 2 % 4]
-        self.position += 1
-        return pack(
-            [[draw.randrange(32) for _ in range(length)] for length in lengths], [capacity]
-        )[0]
 
 
 def mixer_with(groups):
@@ -173,27 +148,14 @@ def config(layout, steps=4, *, pattern="M*-E", dropout=0.0, **graph_options):
 
 def go(mesh, folder, settings):
     """Run to the end; on rank 0 all tensors whole; this rank's graph counts."""
-    run = trainer(Path(folder), settings, Packs(), mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, SpreadPacks("ulysses"), mesh=mesh) as run:
         return dict(collect(mesh, run.tensors())), run.executor.totals()
-    finally:
-        run.close()
 
 
 def ranks(layout, *arguments):
     return run_ranks(
         go, layout.dp * layout.pp * layout.cp * layout.tp, *arguments, layout=layout, seconds=200.0
     )
-
-
-def equal_metrics(folder, other):
-    """The same losses and gradient norms in every step of two runs, up to rounding."""
-    for ours, theirs in zip(
-        read_metrics(folder / METRICS), read_metrics(other / METRICS), strict=True
-    ):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-        assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -235,33 +197,15 @@ def test_graphs_equal_eager_bitwise_and_ranks_learn_what_one_process_learns(
 
 
 def switching(mesh, graphs):
-    """Loss and gradients of microbatches whose rows are spread over another number of ranks each
-    time."""
     model = DecoderModel(dataclasses.replace(config(ALONE).model, dropout=0.1)).train()
     spread_context(model, mesh)
-    call = (
-        graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2)
-        if graphs
-        else model
-    )
-    trace = []
-    torch.manual_seed(mesh.rank)
-    for number, batch in enumerate(itertools.islice(Packs(), 8)):
-        loss = call(batch, None, None, (1, 2, 2, 1)[number % 4])
-        loss.backward()
-        trace += [
-            loss.detach().clone(),
-            *(parameter.grad.clone() for parameter in model.parameters()),
-        ]
-    replayed = call.stats.replayed if graphs else None
-    if graphs:
-        call.close()
-    return trace, replayed
+    batches = itertools.islice(SpreadPacks("ulysses"), 8)
+    return switched(mesh, model, CAPACITIES, batches, graphs)
 
 
 def test_the_number_of_ranks_may_change_with_every_microbatch():
     eager, graphs = (run_ranks(switching, 2, use, layout=CP2) for use in (False, True))
-    for (expected, _), (found, replayed) in zip(eager, graphs, strict=True):
+    for (expected, _), (found, (_, replayed, _)) in zip(eager, graphs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert replayed == 6
 

@@ -23,7 +23,6 @@ from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, config_for, random_packs
 from packgraph.verification.ranks import STATE, verify_ranks
 
-pytestmark = pytest.mark.dist
 PAIRS = {"shard_ranks": 2}
 
 

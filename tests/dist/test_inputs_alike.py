@@ -16,7 +16,6 @@ from packgraph.train.config.presets import preset
 from packgraph.train.data import DataError
 from packgraph.train.launch import _sampled, check_alike, input_facts, prepare
 
-pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
 
 

@@ -34,8 +34,6 @@ from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 
-pytestmark = pytest.mark.dist
-
 STEPS = 8
 WAYS = {
     "tp": ParallelConfig(dp=1, tp=2),

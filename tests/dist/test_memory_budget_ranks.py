@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import tiny, trainer
+from trainkit import finished, tiny
 
 from packgraph.graphs.key import OVER_BUDGET
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.signals import StopRequest
 
-pytestmark = pytest.mark.dist
 PP2 = Layout(dp=1, pp=2)
 
 
@@ -31,9 +29,7 @@ def config(budget=None, enabled=True):
 def go(mesh, folder, settings):
     """Train; this rank's parameters, what it says of memory, its counts, and its prediction in
     bytes."""
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, mesh=mesh) as run:
         parameters = {
             name: local_tensor(value.detach()).clone()
             for name, value in run.model.named_parameters()
@@ -41,8 +37,6 @@ def go(mesh, folder, settings):
         plan = run.executor.memory
         total = sum(bank.total for bank in plan.banks) if plan is not None else 0
         return parameters, run.executor.summary().get("memory"), run.executor.totals(), total
-    finally:
-        run.close()
 
 
 def test_one_stage_without_room_drops_a_capacity_on_all(tmp_path):

@@ -145,7 +145,6 @@ def sum_along_axes(mesh):
     return mesh.place, sums, mesh.group("pp") is None
 
 
-@pytest.mark.dist
 def test_groups_follow_the_axes():
     results = run_ranks(sum_along_axes, 4, layout=Layout(tp=2))
     assert [sums for _, sums, _ in results] == [
@@ -185,7 +184,6 @@ def sum_over_experts(mesh):
     return sums
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "sums"),
     [
@@ -203,7 +201,6 @@ def test_groups_of_experts(layout, sums):
     ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "sums"),
     [
@@ -225,7 +222,6 @@ def fail_on_one_rank(mesh):
     dist.barrier()
 
 
-@pytest.mark.dist
 def test_a_rank_that_raises_ends_all_with_its_error():
     started = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 failed[^~]*bad weights on this rank"):
@@ -238,7 +234,6 @@ def never_end(mesh):
         time.sleep(60)
 
 
-@pytest.mark.dist
 def test_ranks_that_hang_are_ended():
     with pytest.raises(RankFailed, match=r"ranks \[0\] did not finish"):
         run_ranks(never_end, 2, seconds=30.0 if torch.cuda.is_available() else 3.0)

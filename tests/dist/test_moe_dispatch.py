@@ -107,7 +107,6 @@ def every_case(mesh):
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_dispatchers_equal_one_process(ranks):
     """Outputs and gradients of tokens in every bit, since every sum has the same order; experts' to
@@ -152,7 +151,6 @@ def overflows(mesh):
     return verdicts, found, dispatcher.factor
 
 
-@pytest.mark.dist
 def test_an_overflow_is_seen_where_it_happens_and_leaves_no_garbage():
     (calm, of_calm, _), (busy, of_busy, factor) = run_ranks(overflows, 2, layout=Layout(ep=2))
     assert calm == [(0, 16), (0, 16)] and busy == [(16, 32), (0, 32)]
@@ -189,7 +187,6 @@ def shared_overflow(mesh):
     return verdicts, found
 
 
-@pytest.mark.dist
 def test_an_overflow_of_a_rank_is_seen_by_all_that_share_its_experts():
     (first, of_first), (second, of_second) = run_ranks(shared_overflow, 2, layout=Layout(ep=2))
     assert first == second == [(24, 64, 2000), (0, 64, 0)]
@@ -227,7 +224,6 @@ def refuse_buffers(mesh):
     return True
 
 
-@pytest.mark.dist
 def test_symmetric_buffers_are_refused_where_they_cannot_be():
     assert all(run_ranks(refuse_buffers, 2, layout=Layout(ep=2)))
     assert "2 to 8 ranks of one host, not 16" in symmetric_problem(torch.device("cuda"), 16)
@@ -272,7 +268,6 @@ def replayed(mesh, name):
     return traces, graphed.stats.replayed
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["padded", "symmetric"])
 def test_replays_equal_eager_in_every_bit_while_the_routing_changes(name):
     for (eager, graphed), replays in run_ranks(replayed, 2, name, layout=Layout(ep=2)):
@@ -309,7 +304,6 @@ def share(mesh):
     return dispatcher.first, dispatcher.count, dispatcher.room(20), dispatcher.room(64)
 
 
-@pytest.mark.dist
 def test_each_rank_knows_its_experts_and_its_room():
     assert run_ranks(share, 2, layout=Layout(ep=2)) == [(0, 4, 16, 48), (4, 4, 16, 48)]
 
@@ -343,7 +337,6 @@ def narrow(mesh):
     return x, got
 
 
-@pytest.mark.dist
 def test_rows_come_back_as_they_went():
     for x, got in run_ranks(narrow, 2, layout=Layout(ep=2)):
         assert all(torch.equal(found, x + x) for found in got)

@@ -1,6 +1,7 @@
 """Runs of a decoder with experts over ranks that share them: graphs equal eager bitwise, layouts
 equal one process, and a step that lacks room on one rank is made again on all."""
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
@@ -19,8 +20,6 @@ from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
-
-pytestmark = pytest.mark.dist
 
 ALONE, EP2 = Layout(dp=1), Layout(dp=2, ep=2)
 PP2_EP2, EP2_EDP2, EP4 = Layout(dp=2, pp=2, ep=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4)
@@ -70,10 +69,9 @@ def go(mesh, folder, settings, resume=False, crowded=None):
 
     At last: all tensors whole on rank 0, graph counts, steps made again, factors of room.
     """
-    run = trainer(Path(folder), settings, Packs(), mesh=mesh)
-    if crowded == mesh.rank:
-        crowd(run)
-    try:
+    with contextlib.closing(trainer(Path(folder), settings, Packs(), mesh=mesh)) as run:
+        if crowded == mesh.rank:
+            crowd(run)
         if resume:
             run.resume()
         run.run(StopRequest())
@@ -86,8 +84,6 @@ def go(mesh, folder, settings, resume=False, crowded=None):
             run.repeated,
             factors,
         )
-    finally:
-        run.close()
 
 
 def crowd(run):

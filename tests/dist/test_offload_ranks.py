@@ -13,23 +13,20 @@ from distkit import run_ranks
 from offloadtraces import make_trace
 from peerkit import peers_on_cpus
 from torch import nn
-from trainkit import tiny, trainer
+from trainkit import held_tensors, tiny, trainer
 
 import packgraph
-from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.stages import Stage
 from packgraph.offloading import api, group
 from packgraph.offloading.api import OffloadedLayer
 from packgraph.offloading.group import GroupMemory
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import LoraConfig, OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
-pytestmark = pytest.mark.dist
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 
 
@@ -58,19 +55,13 @@ def go(mesh, folder, settings):
                 report_offloading, mesh=mesh, folder=run.folder, note=str
             )
         run.run(StopRequest())
-        held = {name: _held(value) for name, value in run.tensors().items()}
+        held = held_tensors(run)
         runtimes = run.executor.prepare.runtimes if run.executor.prepare is not None else []
         results.append(
             (held, [(runtime.trace.bytes, sum(runtime.plan.moves)) for runtime in runtimes])
         )
         run.close()
     return results
-
-
-def _held(value):
-    if isinstance(value, Pieces):
-        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return local_tensor(value.detach()).clone()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +291,7 @@ def chosen(mesh, folder, limits, layout, shard):
         )
         run = trainer(Path(folder) / str(number), made, mesh=mesh)
         run.run(StopRequest())
-        held = {name: _held(value) for name, value in run.tensors().items()}
+        held = held_tensors(run)
         kinds = {stage.recompute for chunk in run.model.chunks for stage in chunk.stages()}
         runtimes = [] if limit is None else run.executor.prepare.runtimes
         moved = sum(sum(one.plan.moves) for one in runtimes if one.plan is not None)

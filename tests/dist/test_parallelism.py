@@ -1,6 +1,7 @@
 """A further kind of parallelism is one file (tests/helpers/toyaxis.py) and one line in a list:
 mesh, validation, build, gradients, checkpoints and verify take it."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -78,16 +79,15 @@ def go(mesh, folder, settings, resume):
     """Train, from the start or the newest checkpoint; losses and all tensors at last."""
     made = trainer(Path(folder), settings, RandomPacks())
     made.close()
-    run = Trainer(settings, Path(folder), RandomPacks(), CPU, made.view, mesh)
-    try:
+    with contextlib.closing(
+        Trainer(settings, Path(folder), RandomPacks(), CPU, made.view, mesh)
+    ) as run:
         if resume:
             run.resume()
         summary = run.run(StopRequest())
         ranks = [getattr(model, "toy_ranks", 0) for model in run.model.chunks]
         found = {name: value.clone() for name, value in collect(run.mesh, run.tensors())}
         return summary["loss_last"], found, ranks, summary["replayed"]
-    finally:
-        run.close()
 
 
 def over(parallel, folder, steps, resume=False):
@@ -96,7 +96,6 @@ def over(parallel, folder, steps, resume=False):
     return run_ranks(go, 2, str(folder), settings, resume, layout=layout, seconds=200.0)[0]
 
 
-@pytest.mark.dist
 def test_it_trains_as_replicas_do_and_its_checkpoints_know_no_layout(toy, tmp_path):
     """As many steps along dp give the same bits; the second half of each run is the other's."""
     axis, plain = ToyOptions(dp=1, toy=2), ParallelConfig(dp=2)
@@ -125,7 +124,6 @@ def _alone(optimizer):
         span.gradients.mul_(1.0 if optimizer.flat.group is None else 0.5)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_holds_it_against_one_process(toy, broken):
     parallel = ToyOptions(dp=1, toy=2)

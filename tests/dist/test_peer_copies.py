@@ -37,7 +37,6 @@ def run_ways(mesh, ways, changes, options):
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("shard", "granularity"),
     [
@@ -65,7 +64,6 @@ CASES = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
 def test_combinations_have_the_bits_of_collectives(case):
     ways = [("parameters", False, False), ("parameters", True, True)]
@@ -73,7 +71,6 @@ def test_combinations_have_the_bits_of_collectives(case):
         assert graph["replayed"] and not differences(collectives, graph)
 
 
-@pytest.mark.dist
 def test_four_ranks_are_those_of_collectives_within_rounding_and_graphs_have_the_bits_of_eager():
     """Ranks add in another order than gloo does."""
     ways = [("parameters", False, False), ("parameters", False, True), ("parameters", True, True)]
@@ -94,7 +91,6 @@ def reduced(mesh):
     return sum(found.parts), [float(part[0]) for part in found.parts]
 
 
-@pytest.mark.dist
 def test_sums_are_made_from_this_rank_on_in_the_memory_of_two_parts():
     for rank, (total, parts) in enumerate(run_ranks(reduced, 4)):
         assert torch.equal(total, torch.full((8,), 1111.0))
@@ -111,7 +107,6 @@ def test_a_chain_has_barriers_though_its_ends_have_nothing_that_is_copied():
     assert [layer.peers for layer in ShardedLayers(flat).layers.values()] == [copied.peers] * 3
 
 
-@pytest.mark.dist
 def test_blocks_of_two_read_each_other():
     ways = [("parameters", False, False), ("parameters", True, True)]
     changes = {"parallel": {"shard_ranks": 2}}
@@ -135,7 +130,6 @@ def verified(mesh, layout, granularity):
     return report
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "layout",
     [
@@ -162,7 +156,6 @@ def run_without(mesh, missing):
         return differences(expected, train(mesh, config, **options))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("missing", ["", "complete", "taken"])
 def test_every_barrier_of_a_reduction_is_needed(missing):
     found = run_ranks(run_without, 2, missing)
@@ -223,7 +216,6 @@ def run_late(mesh, missing):
     return losses
 
 
-@pytest.mark.dist
 def test_barriers_around_parameters_are_needed():
     (right, same), (early, late) = (run_ranks(run_late, 2, missing) for missing in ("", "main"))
     assert right == same and (early != right or late != right)

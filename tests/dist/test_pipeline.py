@@ -20,7 +20,6 @@ from packgraph.parallel.pipeline.executor import InFlight, Pipeline, PipelineErr
 from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
 
-pytestmark = pytest.mark.dist
 CAPACITIES = [packgraph.Capacity(24, 4), packgraph.Capacity(48, 8)]
 COUNTS = (4, 6, 8, 2, 5, 12, 1, 3, 7, 4, 6, 8, 2, 5, 9, 1, 3, 7, 10, 2, 6)
 WIDTH = 16

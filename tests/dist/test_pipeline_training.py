@@ -2,24 +2,24 @@
 checkpoints move."""
 
 import dataclasses
+import functools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import tiny, trainer
+from torch import nn
+from trainkit import CAPACITIES, PacksOfOneCapacity, finished, held_tensors, tiny, trainer
 
-from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces, collect
+from packgraph.parallel.pieces import collect
 from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
-
-pytestmark = pytest.mark.dist
-
 
 ALONE, PP2, PP2_TP2 = Layout(dp=1), Layout(dp=1, pp=2), Layout(dp=1, pp=2, tp=2)
 
@@ -49,22 +49,9 @@ def config(layout, steps, *, dropout=0.1, chunks=1, layers=2, sequence=True, tie
 def go(mesh, folder, settings, resume=False):
     """Run to the end; at last this rank's tensors, its graph counts, and on rank 0 all tensors
     whole."""
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        if resume:
-            run.resume()
-        run.run(StopRequest())
-        held = {name: _held(value) for name, value in run.tensors().items()}
+    with finished(Path(folder), settings, mesh=mesh, resume=resume) as run:
+        held = held_tensors(run)
         return held, run.executor.totals(), dict(collect(mesh, run.tensors()))
-    finally:
-        run.close()
-
-
-def _held(value):
-    """What this rank holds of a tensor."""
-    if isinstance(value, Pieces):
-        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return local_tensor(value.detach()).clone()
 
 
 def ranks(layout, *arguments):
@@ -204,3 +191,132 @@ def test_what_cannot_be_a_pipeline_is_said_at_once():
     assert not validate(config(Layout(dp=2, pp=2, tp=2), 4), "cpu", world=8)
     alone = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, chunks=2))
     assert "parallel.chunks = 2 needs parallel.pp" in "\n".join(validate(alone, "cpu"))
+
+
+# ---- gradients of a chunk are reduced while the step goes on
+
+
+DP2_PP2 = Layout(dp=2, pp=2)
+# many spans, few of which hold both chunks' parameters
+SMALL = functools.partial(FlatParameters, span_bytes=4096)
+
+
+def two_chunks(mesh):
+    """Chunk b is done first; only what lies in its spans alone may be on its way before chunk a is
+    done."""
+    torch.manual_seed(0)
+    chunks = {
+        name: nn.ParameterList(nn.Parameter(torch.randn(4, 40)) for _ in range(4)) for name in "ab"
+    }
+    named = [
+        (f"{name}{index}", value)
+        for name, chunk in chunks.items()
+        for index, value in enumerate(chunk)
+    ]
+    flat = FlatParameters(named, mesh.group("dp"), span_bytes=1700)
+    assert [len(span.members) for span in flat.spans] == [2, 2, 2, 2]
+    started = []
+    for step in range(2):
+        flat.zero_gradients()
+        started.append([])
+        for name in "ba":
+            chunk = list(chunks[name])
+            # The last parameter of a chunk is left out of its last backward: it got its gradient
+            # before.
+            chunk[-1].grad += 1.0 + mesh.rank
+            output = sum((value * (step + 1)).sum() for value in chunk[:-1])
+            flat.overlap(output, chunk)
+            started[-1].append(flat.launched)
+            output.backward()
+            started[-1].append(flat.launched)
+        flat.reduce()
+        for span in flat.spans:
+            for member in span.members:
+                first, last = (
+                    max(member.place.start, span.own.start),
+                    min(member.place.stop, span.own.stop),
+                )
+                expected = 3.0 if member.name.endswith("3") else 2.0 * (step + 1)
+                got = span.own_gradients[first - span.own.start : max(first, last) - span.own.start]
+                assert torch.equal(got, torch.full_like(got, expected)), member.name
+    return started
+
+
+def test_spans_leave_when_their_chunk_is_done():
+    for started in run_ranks(two_chunks, 2):
+        assert started == [[0, 2, 2, 4]] * 2
+
+
+def train(mesh, folder, settings, how):
+    """Tensors at the end, and how many spans were on their way before the end of each step. how:
+    overlap or not."""
+    with mock.patch("packgraph.train.optimizer.FlatParameters", SMALL):
+        run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
+    flat, launched = run.optimizer.flat, []
+    reduce, overlap = flat.reduce, flat.overlap
+
+    def noted():
+        launched.append(flat.launched)
+        reduce()
+
+    flat.reduce = noted
+    if how != "overlap":
+        flat.overlap = {
+            "plain": lambda output, settled=None: None,
+            "early": lambda output, settled=None: overlap(output),
+        }[how]
+    try:
+        run.run(StopRequest())
+        return (
+            held_tensors(run),
+            launched,
+            len(flat.spans),
+        )
+    finally:
+        run.close()
+
+
+def run(tmp_path, how, **graph):
+    made = tiny(graph=True, steps=6, checkpoint_every=100)
+    settings = dataclasses.replace(
+        made,
+        parallel=ParallelConfig(dp=2, pp=2, chunks=2),
+        model=dataclasses.replace(made.model, num_layers=4),
+        graph=dataclasses.replace(made.graph, capacities=CAPACITIES[-1:], **graph),
+    )
+    name = f"{how} {graph}"
+    return run_ranks(train, 4, str(tmp_path / name), settings, how, layout=DP2_PP2, seconds=120.0)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Eager steps that reduce all gradients at their end."""
+    return run(tmp_path_factory.mktemp("plain"), "plain", enabled=False)
+
+
+def differing(left, right):
+    return [
+        name
+        for (a, *_), (b, *_) in zip(left, right, strict=True)
+        for name in a
+        if not torch.equal(a[name], b[name])
+    ]
+
+
+def test_reductions_start_before_the_end_of_a_step_and_change_nothing(plain, tmp_path):
+    overlapped = run(tmp_path, "overlap", enabled=False)
+    graphs = run(tmp_path, "overlap", granularity="chunk")
+    assert not differing(plain, overlapped) and not differing(plain, graphs)
+    for _, launched, spans in (*overlapped, *graphs):
+        # Also when graphs are replayed, after two steps of warm-up.
+        assert spans > 2 and max(launched[2:]) == spans, (
+            "the last backward of the step has started the last span"
+        )
+    assert all(max(launched) == 0 for _, launched, _ in plain)
+
+
+def test_gradients_reduced_before_all_chunks_are_done_are_wrong_and_the_test_sees_it(
+    plain, tmp_path
+):
+    """Negative control: each chunk's last backward is taken for the last one of the step."""
+    assert differing(plain, run(tmp_path, "early", enabled=False))

@@ -4,7 +4,6 @@ stages, reduction, norm and update are in it, on all ranks or on none."""
 import contextlib
 import dataclasses
 import functools
-import random
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -13,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkit import RankFailed, run_ranks
-from trainkit import CPU, RandomPacks, tiny, trainer
+from trainkit import CPU, PacksOfOneCapacity, held_tensors, tiny, trainer
 
 import packgraph
 from packgraph.graphs import capture as capture_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.step import own
 from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.mlp import RMSNorm
@@ -26,7 +24,6 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import Links
 from packgraph.parallel.ranks import replica_consensus, stage_consensus
@@ -36,7 +33,6 @@ from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
-pytestmark = pytest.mark.dist
 PP2, DP2_PP2 = Layout(dp=1, pp=2), Layout(dp=2, pp=2)
 STEPS = 9
 # Many spans, few of which hold parameters of several chunks.
@@ -65,22 +61,6 @@ def config(layout=PP2, *, graph=None, model=None, steps=STEPS, run=None, **other
     )
 
 
-class PacksOfOneCapacity(RandomPacks):
-    """The same packs, all of one capacity: replicas share them out in one way, then."""
-
-    def __next__(self):
-        draw = random.Random(self.position)
-        self.position += 1
-        documents = [[draw.randrange(32) for _ in range(draw.randint(2, 20))] for _ in range(3)]
-        return PackedBatch.build(documents, Capacity(64, 8))
-
-
-def _held(value):
-    if isinstance(value, Pieces):
-        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return local_tensor(value.detach()).clone()
-
-
 def steps_of(run, change=lambda step: None):
     """Count steps, and poison the memory of whole steps behind each. change: called with the number
     of every step before it; what it returns is open around it."""
@@ -102,7 +82,7 @@ def facts_of(run, folder, mesh):
     """Losses and norms of all steps, tensors and random states; captured steps, and replays and
     fallbacks of steps."""
     rows = read_metrics(Path(folder) / METRICS) if mesh.rank == 0 else []
-    held = {name: _held(value) for name, value in run.tensors().items()}
+    held = held_tensors(run)
     held |= {f"random.{name}": value.clone() for name, value in random_states(CPU).items()}
     whole = run.executor.step_stats
     counts = (0, {}) if whole is None else (whole.replayed, dict(whole.fallbacks))

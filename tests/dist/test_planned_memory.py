@@ -52,7 +52,6 @@ def held(mesh, shard, dtype, **parallel):
     return sum(sizes.values()), need_of(config, "cpu", mesh.world, mesh.rank).state
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
 def test_bytes_are_predicted_within_five_percent(shard, dtype):
@@ -64,7 +63,6 @@ def beside(mesh, shard, way):
     return held(mesh, shard, "bfloat16", **(LAYOUTS | ENDS)[way])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("way", ALSO)
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
@@ -73,7 +71,6 @@ def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
         assert planned == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("ep", [1, 2])
 def test_bytes_of_layers_that_pairs_share_are_predicted(ep):
     """With ep = 2 the ranks of a pair hold different experts, whole."""
@@ -83,7 +80,6 @@ def test_bytes_of_layers_that_pairs_share_are_predicted(ep):
         assert planned == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("way", ENDS)
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_bytes_of_embedding_and_head_are_predicted(shard, way):

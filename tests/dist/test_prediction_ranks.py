@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from distkit import run_ranks
-from trainkit import CAPACITIES, RandomPacks, close, equal, tiny, trainer
+from trainkit import CAPACITIES, RandomPacks, close, equal, finished, tiny
 
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.pack import pack
@@ -15,10 +15,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
-
-pytestmark = pytest.mark.dist
 
 EXPERTS = ExpertConfig(count=4, per_token=2, intermediate_size=16, shared=1)
 KINDS = {
@@ -62,12 +59,8 @@ class Quarters(RandomPacks):
 
 def go(mesh, folder, settings):
     packs = Quarters() if settings.parallel.cp_kind == "zigzag" else RandomPacks()
-    run = trainer(Path(folder), settings, packs, mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, packs, mesh=mesh) as run:
         return dict(collect(mesh, run.tensors())), run.executor.totals()
-    finally:
-        run.close()
 
 
 def both(mesh, folder, parallel, changes):

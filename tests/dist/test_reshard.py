@@ -1,5 +1,6 @@
 """Checkpoints know no layout: saved by some processes, read by others, and the same run goes on."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -73,8 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
 def go(mesh, folder, settings, resume):
     """Run to the end, from the start or the newest checkpoint; what was loaded, and what there is
     at last."""
-    run = _trainer(mesh, folder, settings)
-    try:
+    with contextlib.closing(_trainer(mesh, folder, settings)) as run:
         if resume:
             run.resume()
         loaded = {name: whole(value) for name, value in run.tensors().items()}
@@ -84,8 +84,6 @@ def go(mesh, folder, settings, resume):
             {name: whole(value) for name, value in run.tensors().items()},
             random_states(run.device),
         )
-    finally:
-        run.close()
 
 
 def _trainer(mesh, folder, settings) -> Trainer:
@@ -99,7 +97,6 @@ def ranks(layout, function, *arguments):
     return run_ranks(function, world, *arguments, layout=layout)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("first", "second", "dtype"),
     [("dp2", "alone", "bfloat16"), ("alone", "tp2", "float32"), ("tp2", "dp2", "bfloat16")],
@@ -120,7 +117,6 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
     assert any(name.endswith(".master") for name in saved) == (dtype == "bfloat16")
 
 
-@pytest.mark.dist
 def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
     """Two ranks that shard, four that do not, four that do in pairs and together, one; with
     embedding and head."""
@@ -153,7 +149,6 @@ def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
         before = ended
 
 
-@pytest.mark.dist
 def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
     """Without dropout, whose masks change with the layout: the data and the optimizer go on as if
     alone."""
@@ -175,7 +170,6 @@ def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
         )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(layout, tmp_path):
     straight = ranks(
@@ -205,7 +199,6 @@ def stop_one(mesh, folder, settings):
     return run.step, summary["ended"]
 
 
-@pytest.mark.dist
 def test_all_stop_after_the_same_step_when_one_is_asked_to(tmp_path):
     results = ranks(LAYOUTS["dp2"], stop_one, str(tmp_path / "run"), config(LAYOUTS["dp2"], 50))
     assert len({step for step, _ in results}) == 1 and results[0][0] < 10
@@ -213,20 +206,17 @@ def test_all_stop_after_the_same_step_when_one_is_asked_to(tmp_path):
 
 
 def fail_to_save(mesh, folder, settings):
-    run = _trainer(mesh, folder, settings)
-    if mesh.rank == 0:
-        Path(folder).mkdir()
-        (Path(folder) / "checkpoints").write_text("in the way")
-    try:
-        run.run(StopRequest())
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        run.close()
+    with contextlib.closing(_trainer(mesh, folder, settings)) as run:
+        if mesh.rank == 0:
+            Path(folder).mkdir()
+            (Path(folder) / "checkpoints").write_text("in the way")
+        try:
+            run.run(StopRequest())
+        except CheckpointError as error:
+            return str(error)
     return None
 
 
-@pytest.mark.dist
 def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
     errors = ranks(LAYOUTS["dp2"], fail_to_save, str(tmp_path / "run"), config(LAYOUTS["dp2"], 2))
     assert all("could not be written" in error for error in errors)
@@ -236,7 +226,6 @@ def resume_damaged(mesh, folder, settings):
     _trainer(mesh, folder, settings).resume()
 
 
-@pytest.mark.dist
 def test_a_damaged_file_of_one_rank_is_refused_by_all(tmp_path):
     folder = tmp_path / "run"
     ranks(LAYOUTS["dp2"], go, str(folder), config(LAYOUTS["dp2"], 3), False)
@@ -260,7 +249,6 @@ def test_layouts_that_do_not_fit_are_refused_all_at_once():
         ParallelConfig(tp=0)
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_trains_and_a_failing_rank_ends_it(tmp_path):
     shutil.copy(__file__, tmp_path / "documents.txt")

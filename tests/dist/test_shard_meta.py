@@ -47,7 +47,6 @@ def both(mesh):
     return train(mesh, own()), train(mesh, on_meta(), values=fill)
 
 
-@pytest.mark.dist
 def test_a_module_on_the_meta_device_trains_as_one_that_was_whole():
     for whole, parts in run_ranks(both, 2):
         for one, two in zip(whole, parts, strict=True):
@@ -74,7 +73,6 @@ def live(mesh, folder):
     )
 
 
-@pytest.mark.dist
 def test_a_model_of_transformers_is_read_in_parts(tmp_path):
     packed_families.build("llama", num_hidden_layers=6).save_pretrained(tmp_path)
     (different, (count, made, beside)), _ = run_ranks(live, 2, str(tmp_path))
@@ -94,7 +92,6 @@ def load(mesh, folder):
     return before, shards.full_state_dict()
 
 
-@pytest.mark.dist
 def test_a_distributed_checkpoint_is_loaded_into_parts_of_more_ranks(tmp_path):
     stored = run_ranks(save, 2, str(tmp_path))[0]
     before, found = run_ranks(load, 4, str(tmp_path))[0]
@@ -109,6 +106,5 @@ def refused(mesh):
     return str(error.value)
 
 
-@pytest.mark.dist
 def test_what_has_no_values_is_refused():
     assert all("values=" in told for told in run_ranks(refused, 2))

@@ -38,7 +38,6 @@ def run_kinds(mesh, kinds, options, changes):
     ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_eager_equals_replicas_bitwise(shard):
     kinds = [("none", False), (shard, False)]
@@ -46,7 +45,6 @@ def test_eager_equals_replicas_bitwise(shard):
         assert not differences(plain, parts)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_graphs_equal_eager_bitwise(shard, granularity):
@@ -57,7 +55,6 @@ def test_graphs_equal_eager_bitwise(shard, granularity):
         assert graph["replayed"] >= 3 and not differences(eager, graph)
 
 
-@pytest.mark.dist
 def test_four_replicas_are_those_of_replicas_within_rounding():
     """Sums of four gradients are added in an order of gloo's own, which parts share."""
     kinds = [("none", False), ("parameters", False), ("parameters", True)]
@@ -82,7 +79,6 @@ CASES = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
 def test_combinations(case):
     """Eager equals replicas with a microbatch each, graphs equal eager."""
@@ -129,7 +125,6 @@ def run_broken(mesh, granularity):
     return broken(mesh, eager, graph, WITHOUT, packs=2, steps=4)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity):
     for found in run_ranks(run_broken, 2, granularity, seconds=200.0):
@@ -159,7 +154,6 @@ def incomplete_when_sent(mesh):
     return steps[:-1], found["replayed"]
 
 
-@pytest.mark.dist
 def test_whole_layers_are_sent_while_others_are_incomplete():
     """Norms of all layers are one span, which waits for the first layer; so does the embedding."""
     for steps, replayed in run_ranks(incomplete_when_sent, 2):
@@ -186,7 +180,6 @@ def held_bytes(mesh, shard):
     return buffers, parts, gradients, sums, layer
 
 
-@pytest.mark.dist
 def test_a_rank_holds_its_part_and_two_buffers():
     for buffers, parts, gradients, sums, layer in run_ranks(held_bytes, 4, "parameters"):
         padded = layer + 4 * 4 * 128 * 2  # bytes; a span ends at a multiple of 128 for each rank
@@ -250,7 +243,6 @@ def run_odd(mesh, differentiable):
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable):
     for plain, parts in run_ranks(run_odd, 2, differentiable):
@@ -266,7 +258,6 @@ def small_spans(mesh, kinds, options, changes):
         return run_kinds(mesh, kinds, options, changes)
 
 
-@pytest.mark.dist
 def test_layers_larger_than_spans_have_the_same_bits():
     kinds = [("none", False), ("parameters", False), ("parameters", True)]
     options = {"packs": 2, "alike": True, "steps": 5}
@@ -311,7 +302,6 @@ def exchanges(mesh, narrow):
     return forward, found, all(start % 256 == 0 for start in starts)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_layer_is_gathered_and_reduced_by_one_collective_for_each_dtype(narrow):
     """However large it is. What is frozen is gathered by one of its own, and reduced by none."""
@@ -342,7 +332,6 @@ def buckets_of_layers(mesh, layout, experts):
     return sorted(layers.values())
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "experts", "buckets"),
     [(Layout(dp=2, tp=2), False, 1), (Layout(dp=4), True, 1), (Layout(dp=4, ep=2), True, 2)],
@@ -373,7 +362,6 @@ def verified(mesh, layout, granularity, apart):
     return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "granularity", "apart"),
     [
@@ -412,7 +400,6 @@ def trained_everywhere(mesh, shard):
     ]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_state_on_the_host_changes_no_bit(shard):
     for here, *there in run_ranks(trained_everywhere, 2, shard):
@@ -435,7 +422,6 @@ def stored_forms(mesh, shard):
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_checkpoints_do_not_depend_on_where_the_state_is(shard):
     """Ranks that hold copies of state, as of norms with tp, would store other rectangles of it."""

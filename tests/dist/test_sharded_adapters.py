@@ -14,7 +14,6 @@ from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.dist
 SMALL, LARGE = {"rank": 1}, {"rank": 8}  # adapters that stay whole, and that are sharded, too
 WIDE = {"hidden_size": 32, "intermediate_size": 64}
 

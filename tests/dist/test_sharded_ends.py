@@ -40,7 +40,6 @@ CASES = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("case", CASES)
 def test_two_replicas_have_the_bits_of_whole_ends(case):
     options, changes = CASES[case]
@@ -65,7 +64,6 @@ def verified(mesh, layout):
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", [Layout(dp=2, pp=2), Layout(dp=2, tp=2)], ids=str)
 def test_graphs_of_other_layouts_equal_eager(layout):
     """Stages have one of the two; tensor parallel ranks share their rows of the vocabulary."""
@@ -99,7 +97,6 @@ def exchanged(mesh):
     return found
 
 
-@pytest.mark.dist
 def test_exchanges_of_ends_are_waited_for():
     for right, *wrong in run_ranks(exchanged, 2, seconds=200.0):
         assert not right and all(wrong)
@@ -115,7 +112,6 @@ def kept(mesh, model):
     return ENDS & optimizer.flat.gathered().keys()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("model", "names"), [({}, ENDS), ({"tie_embeddings": True}, set()), ({"mtp_layers": 1}, set())]
 )

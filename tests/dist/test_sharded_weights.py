@@ -64,7 +64,6 @@ def both(mesh, layout, model, folder):
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("layout", "model"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("stored", [False, True], ids=["drawn", "read"])
 def test_parts_have_the_bits_of_the_whole(layout, model, stored, tmp_path):
@@ -105,7 +104,6 @@ def _live(parts, config, device, weights, deferred):
     return build_live(config, device, weights, parts and deferred)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2"])
 def test_live_models_read_their_parts_alone(family, tmp_path):
     packed_families.build(family).save_pretrained(tmp_path)
@@ -115,7 +113,6 @@ def test_live_models_read_their_parts_alone(family, tmp_path):
         assert parts[1] < parts[2] / 2 and whole[2] == parts[2]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_live_values_that_cannot_be_had_by_parts_are_made_on_the_host(family, tmp_path):
     """Drawn ones, and what transformers converts, which is told."""
@@ -152,7 +149,6 @@ def peak(mesh, folder, deferred):
     return built_at, beside, sum(storages.values()), whole, layer
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("stored", [False, True], ids=["drawn", "read"])
 def test_no_rank_ever_holds_the_whole_model(stored, tmp_path):
     folder = None
@@ -180,7 +176,6 @@ def misread(mesh, folder):
     return not all(torch.equal(*two) for two in zip(whole, parts, strict=True))
 
 
-@pytest.mark.dist
 def test_a_part_that_is_read_from_another_place_is_found(tmp_path):
     folder = str(tmp_path / "weights")
     save_pretrained(DecoderModel(config_of(Layout(dp=2), DEEP).model, seed=5), folder)

@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from distkit import run_ranks
 from shardkit import shards_of, write_rows
 from trainkit import CAPACITIES, tiny, trainer
@@ -21,7 +20,6 @@ from packgraph.train.data.shards import Shard
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 
-pytestmark = pytest.mark.dist
 STEPS = 6
 
 

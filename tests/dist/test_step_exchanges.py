@@ -12,7 +12,6 @@ from packgraph.models.config import ExpertConfig
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.sharded_layers import ShardedLayer
 
-pytestmark = pytest.mark.dist
 WHOLE = {"granularity": "step", "optimizer": True, "strict": True}
 
 

@@ -9,16 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import PacksOfOneCapacity, tiny, trainer
+from trainkit import PacksOfOneCapacity, finished, held_tensors, tiny, trainer
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.fallback import APART
-from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
@@ -30,21 +28,10 @@ STEPS = 8
 
 
 def train(mesh, folder, settings):
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        run.run(StopRequest())
-        return {name: _held(value) for name, value in run.tensors().items()}, run.executor.totals()
-    finally:
-        run.close()
+    with finished(Path(folder), settings, mesh=mesh) as run:
+        return held_tensors(run), run.executor.totals()
 
 
-def _held(value):
-    if isinstance(value, Pieces):
-        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return local_tensor(value.detach()).clone()
-
-
-@pytest.mark.dist
 def test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise(tmp_path):
     made = tiny(graph=True, steps=8, checkpoint_every=100)
     results = {}
@@ -175,14 +162,10 @@ def train_alike(mesh, folder, settings):
 
 def train_beside(mesh, folder, settings):
     """Losses and norms of every step, and all tensors at last."""
-    run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
-    try:
-        run.run(StopRequest())
+    with finished(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh) as run:
         rows = read_metrics(Path(folder) / METRICS) if mesh.rank == 0 else []
-        held = {name: _held(value) for name, value in run.tensors().items()}
+        held = held_tensors(run)
         return [(row["loss"], row["gradient_norm"]) for row in rows], held, run.executor.totals()
-    finally:
-        run.close()
 
 
 def test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs(tmp_path):
@@ -203,13 +186,8 @@ def test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs(tmp_path):
 
 def resumed(mesh, folder, settings):
     """All tensors of this rank, after a run that went on from a checkpoint."""
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
-        run.resume()
-        run.run(StopRequest())
-        return {name: _held(value) for name, value in run.tensors().items()}, run.executor.totals()
-    finally:
-        run.close()
+    with finished(Path(folder), settings, mesh=mesh, resume=True) as run:
+        return held_tensors(run), run.executor.totals()
 
 
 @pytest.mark.parametrize("shard", ["none", "parameters"])
@@ -247,10 +225,9 @@ def train_spoilt(mesh, folder, settings, what):
         return launch(*args)
 
     run.executor.train_step = counted
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", PackgraphWarning)
+    with warnings.catch_warnings(record=True, action="always", category=PackgraphWarning) as caught:
         run.run(StopRequest())
-    held = {name: _held(value) for name, value in run.tensors().items()}
+    held = held_tensors(run)
     totals, stats = run.executor.totals(), run.executor.step_stats
     whole = stats.replayed, sum(stats.fallbacks.values())
     run.close()

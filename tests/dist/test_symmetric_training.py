@@ -9,7 +9,7 @@ import pytest
 import torch
 from dispatchkit import EmulatedBuffers
 from distkit import run_ranks
-from trainkit import RandomPacks, close, equal, tiny, trainer
+from trainkit import RandomPacks, close, equal, finished, tiny
 
 from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
@@ -20,7 +20,6 @@ from packgraph.parallel.pieces import collect
 from packgraph.train.build import build_chunks
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 EXPERTS = ExpertConfig(
@@ -58,28 +57,25 @@ def config(layout, dispatcher, room=2.0, **graph):
 def go(mesh, folder, settings):
     """All tensors whole on rank 0, steps replayed and made again, and what the layers' dispatchers
     share."""
-    with mock.patch.multiple(
-        "packgraph.train.features.moe",
-        SymmetricBuffers=EmulatedBuffers,
-        symmetric_problem=lambda *_: None,
+    with (
+        mock.patch.multiple(
+            "packgraph.train.features.moe",
+            SymmetricBuffers=EmulatedBuffers,
+            symmetric_problem=lambda *_: None,
+        ),
+        finished(Path(folder), settings, Packs(), mesh=mesh) as run,
     ):
-        run = trainer(Path(folder), settings, Packs(), mesh=mesh)
-        try:
-            run.run(StopRequest())
-            dispatchers = [block.dispatcher for block in moe_blocks(run.model.chunks)]
-            buffers = {getattr(dispatcher, "buffers", None) for dispatcher in dispatchers}
-            return (
-                dict(collect(mesh, run.tensors())),
-                run.executor.totals()["replayed"],
-                run.repeated,
-                [getattr(dispatcher, "factor", None) for dispatcher in dispatchers],
-                [made and (made.pairs, made.rows, made.factor) for made in buffers],
-            )
-        finally:
-            run.close()
+        dispatchers = [block.dispatcher for block in moe_blocks(run.model.chunks)]
+        buffers = {getattr(dispatcher, "buffers", None) for dispatcher in dispatchers}
+        return (
+            dict(collect(mesh, run.tensors())),
+            run.executor.totals()["replayed"],
+            run.repeated,
+            [getattr(dispatcher, "factor", None) for dispatcher in dispatchers],
+            [made and (made.pairs, made.rows, made.factor) for made in buffers],
+        )
 
 
-@pytest.mark.dist
 def test_room_grows_on_all_ranks_and_the_run_is_that_of_one_process(tmp_path):
     """Dispatchers see the same tokens in the same order, so eager, replays and a room that grows
     differ in no bit."""
@@ -158,6 +154,5 @@ def refused(mesh):
     return True
 
 
-@pytest.mark.dist
 def test_ranks_of_several_hosts_are_refused_by_name():
     assert run_ranks(refused, 2, layout=EP2) == [True, True]

@@ -2,6 +2,7 @@
 exactly as eagerly."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.mlp import RMSNorm
+from packgraph.ops import heads
 from packgraph.ops.loss import naive_linear_cross_entropy
 from packgraph.parallel.mesh import Layout, Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
@@ -33,7 +35,6 @@ TP2 = Layout(tp=2)
 STEPS = 10
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("sequence", "options"),
     [
@@ -62,7 +63,6 @@ def run_graphs(mesh, options):
     return train(mesh, graphs=True, steps=STEPS, **options)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,7 +82,6 @@ def test_two_ranks_equal_one_process_within_rounding(options):
             torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.dist
 def test_copies_stay_equal_and_replicas_compose():
     alone = train(None, graphs=False, steps=6)
     results = run_ranks(run_six, 4, layout=TP2)
@@ -107,7 +106,6 @@ def masks_and_states(mesh, sequence):
     return torch.nn.functional.dropout(torch.ones(64), 0.5), torch.get_rng_state()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("sequence", [False, True])
 def test_dropout_is_equal_on_copies_and_different_on_parts(sequence):
     (first, first_state), (second, second_state) = run_ranks(
@@ -168,7 +166,6 @@ def refused(mesh):
     )
 
 
-@pytest.mark.dist
 def test_every_matrix_is_split():
     whole = sum(parameter.numel() for parameter in DecoderModel(tiny_config()).parameters())
     vectors = sum(
@@ -220,7 +217,6 @@ def illegal_words(mesh, label, token):
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("label", "token"), [(-1, -1), (9, 9), (5000, 5000), (-101, -(2**40))])
 def test_words_that_no_rank_has_make_nan_on_all(label, token):
     torch.manual_seed(1)
@@ -240,7 +236,6 @@ def _weighted(rows, first):
     return (rows * torch.arange(first + 1, first + rows.shape[0] + 1)[:, None]).sum()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("words", "chunk", "split_rows"), [(8, None, False), (9, 3, True), (9, 4, False)]
 )
@@ -299,15 +294,14 @@ def accumulate_twice(mesh, granularity):
     if granularity:
         call = graph(module, backend="recorder", granularity=granularity)
     found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)  # which calls run eagerly is the result
+    # which calls run eagerly is the result
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         for _ in range(8):
             call(torch.randn(4, 8, requires_grad=True)).backward()
             found.append(module.norm.weight.grad.to_local().clone())
     return found, control(call).stats.replayed if granularity else 0
 
 
-@pytest.mark.dist
 def test_segments_that_share_a_copied_dtensor_run_eagerly():
     """Their sum with gradients of the calls before had other bits."""
     expected = run_ranks(accumulate_twice, 2, "", layout=TP2)
@@ -316,3 +310,35 @@ def test_segments_that_share_a_copied_dtensor_run_eagerly():
             run_ranks(accumulate_twice, 2, granularity, layout=TP2), expected, strict=True
         ):
             assert all(map(torch.equal, ours[0], theirs[0])) and (ours[1] > 0) is replays
+
+
+# ---- heads that are normalised and rotated by one operation
+
+
+def train_fused(mesh, options):
+    """Training eagerly and through graphs, and whether the operation ran."""
+    seen, own = [], heads.naive_turn
+    replaced = {
+        "is_measured": lambda device: True,
+        "LEAST_ROWS": 0,
+        "naive_turn": lambda *operands: seen.append(1) or own(*operands),
+    }
+    with mock.patch.multiple(heads, **replaced):
+        return *train_both(mesh, options), bool(seen)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "expected"),
+    [
+        (Layout(tp=2), {"sequence": False}, False),
+        (Layout(tp=2), {"sequence": True}, False),
+        (Layout(cp=2), {}, True),
+        (Layout(dp=2), {}, True),
+    ],
+    ids=str,
+)
+def test_graphs_have_the_bits_of_eager(layout, options, expected):
+    options = {"steps": 6, "granularity": "chunk", **options}
+    for eager, captured, ran in run_ranks(train_fused, 2, options, layout=layout):
+        assert ran == expected and captured["replayed"] >= 3
+        assert not differences(eager, captured)

@@ -51,7 +51,6 @@ def of_a_whole_head(words, entropy, label=None):
     return found.detach(), live.grad, weight.grad
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("words", "chunk", "split_rows", "entropy"),
     [(8, None, False, False), (9, 3, True, False), (9, 4, False, True), (8, None, True, True)],
@@ -67,7 +66,6 @@ def test_a_split_head_equals_the_specification(words, chunk, split_rows, entropy
         torch.testing.assert_close(head_gradient, of_head, **TOLERANCE)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("label", [-1, 9, 5000])
 def test_a_label_that_no_rank_has_makes_its_row_nan_on_all(label):
     expected, of_hidden, _ = of_a_whole_head(9, True)
@@ -117,7 +115,6 @@ def eager_and_graphed(mesh, sequence, entropy):
     return *found, dict(model.stats.fallbacks), model.stats.replayed
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("sequence", "entropy"), [(False, True), (True, False), (True, True)])
 def test_ranks_equal_one_process_and_graphs_equal_eager(sequence, entropy):
     alone = policy_steps(DecoderModel(tiny_config(vocab_size=33), seed=1), entropy)
@@ -141,7 +138,6 @@ def hidden_states(mesh, sequence):
     return [hidden.detach(), *map(whole, gradients)]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("sequence", [False, True])
 def test_hidden_states_are_whole_on_every_rank(sequence):
     alone = hidden_states(None, sequence)

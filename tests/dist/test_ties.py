@@ -50,7 +50,6 @@ def two_steps(mesh, tied):
     return table.detach().clone(), norms
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dp", [1, 2])
 def test_copies_get_the_same_update_and_count_once(dp):
     results = run_ranks(two_steps, 2 * dp, True, layout=Layout(dp=dp, pp=2))
@@ -63,7 +62,6 @@ def test_copies_get_the_same_update_and_count_once(dp):
         assert all(norms[step] == pytest.approx(expected, rel=1e-5) for _, norms in results)
 
 
-@pytest.mark.dist
 def test_a_copy_that_counts_twice_is_seen():
     """Negative control of the norm."""
     (_, right), _ = run_ranks(two_steps, 2, True, layout=Layout(dp=1, pp=2))

@@ -23,8 +23,6 @@ from packgraph.train.signals import StopRequest
 from packgraph.train.updates import adafactor
 from packgraph.train.updates.adamw import MEANS
 
-pytestmark = pytest.mark.dist
-
 NAMES = ["adamw8bit", "adafactor"]
 KINDS = [("none", False), ("gradients", False), ("parameters", False), ("parameters", True)]
 LAYOUTS = {
@@ -87,15 +85,12 @@ def config(name, layout, steps, **run):
 
 def go(mesh, folder, settings, resume=False):
     """On rank 0 all tensors whole, after they were loaded and at last."""
-    run = trainer(Path(folder), settings, mesh=mesh)
-    try:
+    with contextlib.closing(trainer(Path(folder), settings, mesh=mesh)) as run:
         if resume:
             run.resume()
         loaded = dict(collect(mesh, run.tensors()))
         run.run(StopRequest())
         return loaded, dict(collect(mesh, run.tensors()))
-    finally:
-        run.close()
 
 
 def ran(layout, folder, settings, resume=False):

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 import torch
 from distkit import CPU, run_ranks
 from rich.console import Console
+from verifykit import BROKEN, break_gradient
 
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.capacity import Capacity
@@ -23,7 +25,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.train.features.moe import ExpertBalance
 from packgraph.verification import compared_run as side
 from packgraph.verification.command import print_report, print_total
-from packgraph.verification.compare import Difference
+from packgraph.verification.compare import DIFFERS, Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
 from packgraph.verification.ranks import (
     COPIES,
@@ -69,13 +71,11 @@ def asks_everyone(mesh, settings):
     return mesh.everyone() is not None and made.executor.everyone is mesh.everyone()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", [DP2, PP2])
 def test_ranks_decide_together_what_a_budget_allows(layout):
     assert run_ranks(asks_everyone, 2, config(layout), layout=layout) == [True, True]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "granularity", "dtype"),
     [
@@ -103,7 +103,6 @@ def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granulari
     )
 
 
-@pytest.mark.dist
 def test_tensor_parallel_pipelines_are_verified():
     layout = Layout(dp=1, pp=2, tp=2)
     assert all(
@@ -112,7 +111,6 @@ def test_tensor_parallel_pipelines_are_verified():
     )
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "granularity"), [(EP4, "chunk"), (PP2_EP2, "layer"), (PP2_EP2, "step")], ids=str
@@ -124,7 +122,6 @@ def test_replicas_of_any_layout_that_share_experts_are_verified(layout, granular
     )
 
 
-@pytest.mark.dist
 def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared():
     made = config(EP2, "chunk", steps=3)
     tight = dataclasses.replace(made, parallel=dataclasses.replace(made.parallel, expert_room=1.0))
@@ -150,7 +147,6 @@ def told(mesh, settings):
     return report, lines
 
 
-@pytest.mark.dist
 def test_how_far_the_comparisons_are_is_told():
     (report, lines), (_, none) = run_ranks(told, 2, config(DP2, steps=3), layout=DP2)
     assert report.good and none == []
@@ -179,7 +175,6 @@ def biases_left_alone(mesh, settings):
         )
 
 
-@pytest.mark.dist
 def test_biases_of_routers_are_compared():
     report, _ = run_ranks(biases_left_alone, 2, config(EP2, steps=3), layout=EP2)
     (first, *_) = report.found("parameters")
@@ -203,7 +198,6 @@ def disturbed_on_the_second_rank(mesh, settings):
         )
 
 
-@pytest.mark.dist
 def test_the_rank_whose_graphs_are_wrong_is_named():
     first, second = run_ranks(disturbed_on_the_second_rank, 2, config(DP2), layout=DP2)
     assert first == second and not first.good
@@ -247,7 +241,6 @@ def averaged(mesh, settings):
         )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["adamw8bit", "adafactor"])
 def test_other_optimizers_are_compared_or_it_says_how(name):
     settings = config(DP2)
@@ -258,7 +251,6 @@ def test_other_optimizers_are_compared_or_it_says_how(name):
         assert report.changed.startswith("by adamw") == (name == "adamw8bit")
 
 
-@pytest.mark.dist
 def test_a_wrong_scale_of_gradients_is_no_run_of_one_process():
     for report, bitwise in run_ranks(averaged, 2, config(DP2), layout=DP2):
         assert bitwise.good, (
@@ -296,7 +288,6 @@ def one_weight_changed(mesh, settings, name):
         return compared(mesh, settings)
 
 
-@pytest.mark.dist
 def test_wrong_weights_are_named():
     report, _ = run_ranks(not_gathered, 2, config(DP2), layout=DP2)
     assert not report.distances[PARAMETERS].good and report.distances[PARAMETERS].step == 1
@@ -308,7 +299,6 @@ def test_wrong_weights_are_named():
     assert report.distances[COPIES].good
 
 
-@pytest.mark.dist
 def test_tied_weights_that_are_not_equal_are_named():
     report, _ = run_ranks(one_weight_changed, 2, config(PP2), "embed_tokens.weight", layout=PP2)
     assert report.distances[FIRST_WEIGHTS].good, "the first stage's copy is the right one"
@@ -416,7 +406,6 @@ def test_every_layout_of_a_number_of_processes_is_tried():
     }
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
     (tmp_path / "documents.txt").write_text(Path(__file__).read_text()[:5000])
@@ -455,4 +444,116 @@ def torchrun(*words):
         timeout=240,
         env=environment,
         check=False,
+    )
+
+
+# ---- one run in memory at a time: the verdict of the lockstep, on every rank
+
+
+def apart_config(layout, granularity, steps=4, **parallel):
+    made = config_for(layout, granularity, steps)
+    return dataclasses.replace(
+        made,
+        parallel=dataclasses.replace(made.parallel, **parallel),
+        graph=dataclasses.replace(made.graph, strict=True, granularity=granularity),
+    )
+
+
+def both_reports(mesh, settings):
+    """The reports of the lockstep and of one run after the other; how much of its eager run was
+    left."""
+    lockstep = verify_ranks("run", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
+    original, made, left = side.make_optimizer, [], []
+
+    def make(*arguments, **options):
+        left.append(sum(reference() is not None for reference in made))
+        optimizer = original(*arguments, **options)
+        made.extend(weakref.ref(span.parameters) for span in optimizer.flat.spans)
+        return optimizer
+
+    with mock.patch.object(side, "make_optimizer", make):
+        apart = verify_ranks(
+            "run", settings, packs, CPU, mesh, one_process=False, apart=True, budget=budget_of
+        )
+    return lockstep, apart, left
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (DP2, apart_config(DP2, "chunk")),
+        (PP2, apart_config(PP2, "step")),
+        (EP2, apart_config(EP2, "chunk", 3, expert_room=1.0)),
+    ],
+    ids=["replicas", "pipeline", "made again"],
+)
+def test_right_runs_have_the_report_of_the_lockstep(layout, settings):
+    first, second = run_ranks(both_reports, 2, settings, layout=layout)
+    assert first == second
+    lockstep, apart, left = first
+    assert apart == lockstep and apart.good and left == [0, 0]
+    assert (apart.ranks[0].made_again > 0) == (layout == EP2)
+
+
+def disturbed_apart(mesh, settings):
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            break_gradient(patch)
+        return [
+            verify_ranks(
+                "disturbed",
+                settings,
+                packs,
+                CPU,
+                mesh,
+                one_process=False,
+                apart=apart,
+                budget=budget_of,
+            )
+            for apart in (False, True)
+        ]
+
+
+def test_the_rank_whose_graphs_are_wrong_is_named_by_one_run_after_the_other():
+    (lockstep, apart), second = run_ranks(
+        disturbed_apart, 2, apart_config(DP2, "layer"), layout=DP2
+    )
+    assert [lockstep, apart] == second and not apart.good
+    assert str(apart.found()[0]) == f"rank 1: step 3: {BROKEN}: {DIFFERS}"
+    known, found = (
+        [(one.rank, one.kind, one.difference.step, one.difference.name) for one in report.found()]
+        for report in (lockstep, apart)
+    )
+    assert known == found and any(kind == "summed gradients" for _, kind, *_ in found)
+
+
+@pytest.mark.slow
+def test_torchrun_makes_one_run_after_the_other(tmp_path):
+    (tmp_path / "documents.txt").write_text(Path(__file__).read_text())
+    words = f"""verify qwen3-tiny --steps 4 --data.source text --data.path {tmp_path}/documents.txt
+        --run.device cpu --run.tokens-per-step 512 --model.num-layers 2
+        --graph.capacities 128x4,256x8 --parallel.tp 2 --apart
+        --skip-one-process""".split()
+    source = Path(__file__).parents[2] / "src"
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    good = subprocess.run(
+        [*launcher, "-m", "packgraph.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert good.returncode == 0, good.stderr
+    assert (
+        "1 of 1 runs bitwise equal on every rank" in good.stdout
+        and "against one process" not in good.stdout
     )
