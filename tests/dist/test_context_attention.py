@@ -12,11 +12,10 @@ from distkit import run_ranks
 
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention import varlen as attention_varlen
-from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.api import attention, attention_metadata, gather_parts, prefixes
 from packgraph.ops.attention.context import ContextGroup, own_rows, swap_parts, whole_rows
 from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.zigzag import zigzag_tables
-from packgraph.ops.attention.zigzag_attention import gather_parts, prefixes
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
@@ -225,12 +224,12 @@ def with_kernels(mesh):
             attention_varlen,
             _launch_forward=forward,
             _launch_backward=backward,
-            _check_supported=lambda *facts: None,
+            varlen_problems=lambda *facts: [],
         ),
         mock.patch.multiple(
             attention_flash,
             library=lambda: Library(Kernels(flash, flash_backward), None),
-            _check_supported=lambda *facts: None,
+            _problems_of=lambda *facts: [],
         ),
     ):
         return [
@@ -302,7 +301,7 @@ def test_parts_are_swapped():
 def gathered(mesh):
     context = context_of(mesh, "zigzag")
     x = (torch.arange(3.0) + 10 * mesh.rank).bfloat16().requires_grad_()
-    every = gather_parts(x, context)
+    every = gather_parts(x, context.name, context.size)
     every.backward((torch.ones(3, 3) * (mesh.rank + 1)).bfloat16())
     with pytest.raises(ValueError, match="must be of one dtype"):
         prefixes(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2).double(), None, context)

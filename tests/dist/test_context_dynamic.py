@@ -19,9 +19,8 @@ from packgraph.graphs.fallback import DOCUMENTS
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.ops.attention.kind import row_places
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
+from packgraph.packing.capacity import Capacity, places
 from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
@@ -530,5 +529,6 @@ def test_a_stream_leaves_room_for_documents_that_are_cut(tmp_path):
         )
         assert max(len(batch.lengths) for batch in packs) > 1, "one alone always fits"
         assert packs and all(
-            row_places(batch.lengths, 8) <= batch.capacity.tokens for batch in packs
+            sum(places(length, 8) for length in batch.lengths) <= batch.capacity.tokens
+            for batch in packs
         )

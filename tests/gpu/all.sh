@@ -22,10 +22,10 @@ at() { printf 'tests/gpu/test_%s.py ' "$@"; }
 
 group corpus -n 7 $(at corpus_gpu) &
 group huggingface -n 3 $(at huggingface_gpu graph_words_gpu) &
-group graphs $(at graph_cuda evaluation_gpu forward_only_gpu graph_effects_gpu graph_state_cuda train_gpu update_rules_gpu verify_gpu) &
+group graphs $(at graph_cuda evaluation_gpu forward_only_gpu graph_effects_gpu graph_state_cuda train_gpu update_rules_gpu) &
 group threads $(at graph_threads_cuda moe_gpu ssd_gpu) &
 group offloading $(at offload_gpu stash_gpu) &
-group models $(at recompute_gpu ops_gpu fp8_gpu packing_gpu models_gpu hybrid_gpu pull_gpu training_gpu zigzag_gpu) \
-    $(at context_ranks_gpu moe_ranks_gpu parallel_gpu pipeline_gpu bench_shard_gpu) &
+group models $(at recompute_gpu ops_gpu fp8_gpu packing_gpu models_gpu hybrid_gpu pull_gpu) \
+    $(at ranks_gpu bench_shard_gpu) &
 wait
 group memory $(at memory_gpu bench_gpu bench_moe_gpu autotune_gpu)

@@ -167,8 +167,7 @@ class SyncsOnlyWhileCapturing(nn.Module):
 
 
 def test_a_capture_that_cuda_refuses_leaves_everything_usable():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         broken = graph(SyncsOnlyWhileCapturing().cuda(), warmup=0)
         torch.manual_seed(0)
         for _ in range(3):

@@ -35,8 +35,7 @@ def runs(function, calls=6):
         seen = []
         for _ in range(calls):
             x = torch.randn(3, 4, device="cuda", requires_grad=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PackgraphWarning)
+            with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
                 out = model(x)
                 out.pow(2).sum().backward()
             seen += [out.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
@@ -62,77 +61,47 @@ class Leaks(torch.autograd.Function):
         return gradient * 3
 
 
-def to_a_list(m, x):
-    h = m.linear(x)
-    AUX.append(h.pow(2).mean())
-    return h
+def beside(effect, after=lambda hidden: hidden):
+    """A forward that does something beside its layer. effect: of (module, input, hidden)."""
+
+    def forward(m, x):
+        hidden = m.linear(x)
+        effect(m, x, hidden)
+        return after(hidden)
+
+    return forward
 
 
-def to_an_object(m, x):
-    h = m.linear(x)
+def to_an_object(m, x, h):
     KEPT.log = h.mean()
-    return h
 
 
-def from_a_backward(m, x):
-    return Leaks.apply(m.linear(x))
-
-
-def a_hook(m, x):
-    h = m.linear(x)
-    h.register_hook(lambda gradient: AUX.append(1))
-    return h * 2
-
-
-def a_hook_on_a_node(m, x):
-    h = m.linear(x)
-    h.grad_fn.register_hook(lambda a, b: AUX.append(1))
-    return h * 2
-
-
-def backward_inside(m, x):
-    m.linear(x).pow(2).mean().backward()
-    return m.linear(x)
-
-
-def data_of_a_weight(m, x):
+def data_of_a_weight(m, x, h):
     m.linear.weight.data = m.linear.weight.data * 0.9
-    return m.linear(x)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        to_a_list,
-        to_an_object,
-        from_a_backward,
-        a_hook,
-        a_hook_on_a_node,
-        backward_inside,
-        data_of_a_weight,
-    ],
-    ids=lambda f: f.__name__,
-)
+def twice(hidden):
+    return hidden * 2
+
+
+EFFECTS = {
+    "to a list": beside(lambda m, x, h: AUX.append(h.pow(2).mean())),
+    "to an object": beside(to_an_object),
+    "from a backward": lambda m, x: Leaks.apply(m.linear(x)),
+    "a hook": beside(lambda m, x, h: h.register_hook(lambda gradient: AUX.append(1)), twice),
+    "a hook on a node": beside(
+        lambda m, x, h: h.grad_fn.register_hook(lambda a, b: AUX.append(1)), twice
+    ),
+    "a backward inside": beside(lambda m, x, h: m.linear(x).pow(2).mean().backward()),
+    "data of a weight": beside(data_of_a_weight),
+}
+
+
+@pytest.mark.parametrize("function", EFFECTS.values(), ids=EFFECTS)
 def test_what_a_replay_would_not_do_falls_back_and_equals_eager(function):
     eager, got, graphed = runs(function)
     assert graphed.stats.replayed == 0 and graphed.stats.fallbacks["capture failed"] >= 1
     assert same(eager, got)
-
-
-def empty(m, x):
-    return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
-
-
-def numbers(m, x):
-    return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-
-
-def like_another(m, x):
-    return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
-
-
-def as_an_index(m, x):
-    return m.linear(x)[:, torch.tensor([3, 1, 0, 0], device="cuda")]
 
 
 def written_to(m, x):
@@ -152,38 +121,36 @@ def gradient_of_an_energy(m, x):
     return m.linear(x) + slope
 
 
+MADE = {
+    "empty": lambda m, x: torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()]),
+    "numbers": lambda m, x: m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+    "like another": lambda m, x: m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0]),
+    "as an index": lambda m, x: m.linear(x)[:, torch.tensor([3, 1, 0, 0], device="cuda")],
+    "written to": written_to,
+}
+
+
 @pytest.mark.parametrize(
     "function",
-    [
-        empty,
-        numbers,
-        like_another,
-        as_an_index,
-        written_to,
-        pytest.param(gradient_of_an_energy, marks=OLD_TRACER),
-    ],
-    ids=lambda f: f.__name__,
+    [*MADE.values(), pytest.param(gradient_of_an_energy, marks=OLD_TRACER)],
+    ids=[*MADE, "the gradient of an energy"],
 )
 def test_constants_and_inner_gradients_are_captured(function):
     eager, got, graphed = runs(function)
     assert graphed.stats.replayed == 4 and same(eager, got)
 
 
-def an_iterator(m, x):
-    return m.linear(x) * next(COUNT)
+VARIES = {
+    "an iterator": lambda m, x: m.linear(x) * next(COUNT),
+    "in a constant": lambda m, x: m.linear(x) + torch.tensor([float(next(COUNT))], device=x.device),
+}
 
 
-def an_iterator_in_a_constant(m, x):
-    return m.linear(x) + torch.tensor([float(next(COUNT))], device=x.device)
-
-
-@pytest.mark.parametrize(
-    "function", [an_iterator, an_iterator_in_a_constant], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", VARIES.values(), ids=VARIES)
 def test_what_varies_is_refused_at_its_line(function):
     with pytest.raises(CaptureError) as caught:
         graph(One(function).cuda(), warmup=0, strict=True)(torch.randn(3, 4, device="cuda"))
-    assert f"in {function.__name__}" in caught.value.where
+    assert __file__ in caught.value.where
 
 
 def marked(module, input, output):

@@ -1,7 +1,6 @@
 """Python state and random generators under CUDA graphs: what a dry run refuses, and what replays
 advance."""
 
-import types
 import warnings
 
 import pytest
@@ -120,66 +119,13 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
     assert graphed.stats.replayed == 3 and inner.stats.replayed == 0
 
 
-def test_sparse_gradients_are_refused_in_words():
-    with pytest.raises(CaptureError, match="sparse tensor"):
-        graph(nn.Embedding(10, 4, sparse=True).cuda(), warmup=0, strict=True)(
-            torch.tensor([1, 2], device="cuda")
-        )
-
-
-STATE = {
-    "a namespace": (
-        lambda: One(lambda m, x: m.linear(x) * m.c.scale, c=types.SimpleNamespace(scale=1.0)),
-        lambda m: setattr(m.c, "scale", 2.0),
-    ),
-    "a teacher's storage": (
-        lambda: with_teacher(),
-        lambda m: setattr(m.held[0].weight, "data", torch.ones(4, 4, device="cuda")),
-    ),
-    "a teacher's number": (lambda: with_teacher(), lambda m: setattr(m.held[1], "p", 1.0)),
-}
-
-
-def with_teacher():
-    torch.manual_seed(4)
-    held = [nn.Linear(4, 4).cuda().requires_grad_(False), nn.Dropout(0.0)]
-    return One(lambda m, x: m.linear(x) + m.held[1](m.held[0](x)), held=held)
-
-
-@pytest.mark.parametrize("case", STATE)
-def test_a_change_of_what_forward_reads_is_seen(case):
-    make, change = STATE[case]
-    eager, module = make().cuda(), make().cuda()
-    graphed = graph(module, warmup=1)
-    for model in (eager, graphed):
-        for _ in range(3):
-            model(on_device()).square().sum().backward()
-    change(eager)
-    change(module)
-    for _ in range(3):
-        eager.zero_grad()
-        module.zero_grad()
-        x = torch.randn(3, 4, device="cuda")
-        one = eager(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PackgraphWarning)
-            other = graphed(x)
-        one.square().sum().backward()
-        other.square().sum().backward()
-        assert torch.equal(one, other) and torch.equal(
-            eager.linear.weight.grad, module.linear.weight.grad
-        )
-    assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
-
-
 def test_a_number_in_host_memory_is_refused():
     """A kernel takes the number itself, so a graph would keep it."""
     module = One(lambda m, x: m.linear(x) / m.temperature, temperature=torch.tensor(0.07)).cuda()
     with pytest.raises(CaptureError, match=r"reads module\.temperature, a tensor on the cpu"):
         graph(module, warmup=0, strict=True)(on_device())
     graphed = graph(module, warmup=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackgraphWarning)
+    with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
         for _ in range(3):
             assert torch.equal(graphed(on_device()), module(on_device()))
             module.temperature.mul_(2)

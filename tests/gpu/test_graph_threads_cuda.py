@@ -13,7 +13,9 @@ import random
 import threading
 
 import pytest
+import threadkit
 import torch
+from threadkit import beside
 from torch import nn
 
 from packgraph.graphs.errors import CaptureError
@@ -51,42 +53,9 @@ def backwards(model, rows, seeds, found):
 
 
 def together(*works):
-    errors = []
-
-    def run(work):
-        try:
-            work()
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(240)
-        assert not thread.is_alive(), "a thread hangs"
+    errors = threadkit.together(*works)
     torch.cuda.synchronize()
     assert not errors, errors
-
-
-@contextlib.contextmanager
-def beside(work):
-    stop, turns = threading.Event(), []
-
-    def run():
-        while not stop.is_set():
-            work()
-            turns.append(1)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        assert thread.is_alive(), "it ended early"
-        stop.set()
-        thread.join(60)
-    assert not thread.is_alive() and turns
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,7 @@ def steps(model, x, count, *more):
     torch.manual_seed(5)
     outs = []
     for _ in range(count):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PackgraphWarning)
+        with warnings.catch_warnings(action="ignore", category=PackgraphWarning):
             out = model(x, *more)
         out.square().sum().backward()
         outs.append(out.detach().clone())

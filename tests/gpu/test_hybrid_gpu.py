@@ -20,6 +20,7 @@ from packgraph.verification.verify import verify
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -51,15 +52,6 @@ MODEL = DecoderConfig(
         document_loss=1e-3,
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def device() -> torch.device:

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -43,6 +42,7 @@ from packgraph.train.strategies import sample_batch
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)
@@ -58,15 +58,6 @@ LARGE = DecoderConfig(
     head_dim=64,
 )
 SPIN = 1_500_000  # cycles, about a millisecond: longer than a layer takes
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def settings(layers: int = 3, experts: bool = False) -> DecoderConfig:

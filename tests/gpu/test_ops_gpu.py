@@ -147,12 +147,9 @@ def test_deterministic_flash_does_not_depend_on_the_capacity(heads, kv_heads, di
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     results = []
     torch.use_deterministic_algorithms(True)
-    try:
-        for documents in (4, 64, 256):
-            batch = on_cuda(lengths, rows, documents)
-            results += [attend("flash", [q, k, v], grad, batch) for _ in range(2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for documents in (4, 64, 256):
+        batch = on_cuda(lengths, rows, documents)
+        results += [attend("flash", [q, k, v], grad, batch) for _ in range(2)]
     for other in results[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, results[0]))
 
@@ -187,10 +184,7 @@ def test_loss_repeats_bitwise_under_deterministic_algorithms(monkeypatch):
     labels = torch.randint(0, 100, (64,), device="cuda")
     plain = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
     torch.use_deterministic_algorithms(True)
-    try:
-        strict = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
-    finally:
-        torch.use_deterministic_algorithms(False)
+    strict = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(plain, strict))
 
 
