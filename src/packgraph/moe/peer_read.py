@@ -119,7 +119,12 @@ def naive_from_experts(y: Sequence[Tensor], plan: PeerReadPlan) -> Tensor:
 def rows_for(pairs: int, factor: float, ranks: int) -> int:
     """R, the rows of a rank's experts where every rank routes T * k = `pairs` pairs: `factor` times
     the balanced load, and no more than can come."""
-    return -(-min(math.ceil(pairs * factor), pairs * ranks) // MULTIPLE) * MULTIPLE
+    return rounded(min(math.ceil(pairs * factor), pairs * ranks))
+
+
+def rounded(rows: int) -> int:
+    """Rows, rounded up to what grouped products like."""
+    return -(-rows // MULTIPLE) * MULTIPLE
 
 
 def weights_start(rows: int, width: int, dtype: torch.dtype) -> int:

@@ -28,6 +28,7 @@ from packgraph.moe.peer_read import (
     SymmetricBuffers,
     from_experts,
     plan_peer_read,
+    rounded,
     rows_for,
     to_experts,
 )
@@ -53,7 +54,6 @@ SHAPES = (
     "moe_preprocess; "
     "use the padded or the symmetric dispatcher"
 )
-MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
 
 
 def exchange(
@@ -234,7 +234,7 @@ class PaddedDispatcher(_Budgeted):
 
     def room(self, pairs: int) -> int:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
-        return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
+        return rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
 
     def preprocess(self, routing: Routing) -> PaddedPlan:
         """The plan of both buffers; exchanges the ends of experts. No host sync."""
@@ -302,10 +302,6 @@ def _depart(
         pair_of_place, place_of_pair.int(), offsets.flatten().int(), ordered.needed
     )
     return departures, kept, (last - first).amax()
-
-
-def _rounded(rows: int) -> int:
-    return -(-rows // MULTIPLE) * MULTIPLE
 
 
 class SymmetricDispatcher(_Budgeted):
