@@ -153,7 +153,10 @@ def train(
     for number, packs in enumerate(steps):
         executor.before_step(number)
         loss, _ = executor.train_step(
-            packs, count_loss_tokens(packs), optimizer, learning_rate_of(config, number)
+            packs,
+            count_loss_tokens(packs),
+            optimizer,
+            learning_rate_of(config.optimizer, config.run.steps, number),
         )
         losses.append(loss.detach().clone())
     # By the graphs of training, whose gradients nothing takes up: these decoders have no dropout.

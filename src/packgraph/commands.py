@@ -20,12 +20,11 @@ from packgraph.parallel.pipeline.schedule import (
 )
 from packgraph.parallel.ranks import Launch
 from packgraph.train import launch
-from packgraph.train.checkpoint.weights import shape_layer
+from packgraph.train.build import shape_layer
 from packgraph.train.config.command_line import (
     COMMON,
     all_options,
     completion_script,
-    dotted,
     leaves,
     options_help,
     parse_arguments,
@@ -50,10 +49,10 @@ from packgraph.train.data.shard_build import DataArguments
 from packgraph.train.export import ChatArguments
 from packgraph.train.export import export as export_run
 from packgraph.train.features.live import live_layer
+from packgraph.train.plan import USAGE as PLAN_DATA_USAGE
 from packgraph.train.plan import (
     PlanArguments,
     data_layers,
-    introduction,
     is_data_plan,
     plan_data,
     plan_data_context,
@@ -105,7 +104,7 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     """
     own, options = read.own, read.overrides
     asks_to_resume = getattr(own, "resume", False)
-    resume = bool(asks_to_resume) or "run.resume" in dotted(options.values)
+    resume = bool(asks_to_resume) or "run.resume" in options.values
     layers = [config_layer(own.config, resume)] if own.config is not None else []
     name = preset_name or (layers[0].values.get("preset") if layers else None)
     if not isinstance(name, str):
@@ -174,7 +173,7 @@ def train(words: list[str]) -> int:
         raise ConfigError(
             [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
         )
-    folder, summary = launch.train(config, dotted(read.overrides.values))
+    folder, summary = launch.train(config, frozenset(read.overrides.values))
     processes = Launch.read()
     if processes.rank == 0:
         lines = launch.closing_lines(config, folder, summary, processes)
@@ -217,14 +216,14 @@ def _plan_data(words: list[str]) -> int:
     preset = own.preset or usual
     problems = own.problems(read.given)
     if own.help:
-        return _help(introduction(), PlanArguments())
+        return _help(PLAN_DATA_USAGE, PlanArguments())
     if preset is None and own.config is None and own.world is not None:
         problems.append("--world: whose documents? For example: packgraph plan stdlib --world 8")
     if problems:
         raise ConfigError([*read.overrides.problems, *problems])
     config = _configure(read, preset, data_layers(own.data))
     if config is None:
-        return _help(introduction(), PlanArguments())
+        return _help(PLAN_DATA_USAGE, PlanArguments())
     text = plan_data(config, own) if own.world is None else plan_data_context(config, own)
     print(text, end="")
     return 0

@@ -35,13 +35,13 @@ def run(tmp_path_factory):
 def resumed(folder, flipped=None):
     """What a resumed run reads: configuration, step, state, tensors, the summary so far. flipped:
     tensors of other checkpoints than this file's need not be read."""
-    config = stored_config(folder)
+    config, _ = stored_config(folder)
     found = newest_whole_checkpoint(
         folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
     )
     if flipped is not None and flipped.parent != found.path:
         return (
-            dict(config.layer.values),
+            dict(config.values),
             found.step,
             found.state,
             None,
@@ -55,7 +55,7 @@ def resumed(folder, flipped=None):
     load_tensors(found.path, tensors)
     values = {name: value.numpy().tobytes() for name, value in tensors.items()}
     return (
-        dict(config.layer.values),
+        dict(config.values),
         found.step,
         found.state,
         values,

@@ -29,7 +29,7 @@ from packgraph.train.config.command_line import parse_arguments
 from packgraph.train.config.presets import PRESETS, preset
 from packgraph.train.config.reading import read_config
 from packgraph.train.config.values import CommandArguments
-from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
+from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.verification.command import print_report
 from packgraph.verification.ranks import RanksReport
 from packgraph.verification.verify import SequentialRuns, VerificationProgress
@@ -117,7 +117,7 @@ def main():
 
     with processes(config.parallel.layout(), device, launch) as mesh:
         apart = AnyWay(
-            lambda: iter(open_data(config, device, launch.world)),
+            lambda: iter(prepare(config, device, launch.world).microbatches),
             device,
             mesh,
             lambda step: False,

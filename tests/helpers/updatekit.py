@@ -13,7 +13,7 @@ from trainkit import tiny
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.spikes import Limits
-from packgraph.train.updates import adamw, host_state
+from packgraph.train.updates import adamw
 
 
 class Small(nn.Module):
@@ -46,7 +46,6 @@ def one_kernel() -> Iterator[mock.Mock]:
 
     with (
         mock.patch.object(adamw, "in_one_kernel", narrow),
-        mock.patch.object(host_state, "in_one_kernel", narrow),
         mock.patch.object(adamw, "naive_adamw", side_effect=adamw.naive_adamw) as calls,
     ):
         yield calls

@@ -28,7 +28,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -40,6 +40,9 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.values import render
 from packgraph.train.feed import MicrobatchAssignment, StepPack
+
+if TYPE_CHECKING:
+    from packgraph.train.strategies import Executor
 
 Way = Literal["eager", "replay"]
 EAGER: Way = "eager"
@@ -58,25 +61,6 @@ WHOLE_STEP = "whole steps"  # the bucket of all steps where the step is what is 
 SPARE = 1.1  # eager needs about what the graphs hold; blocks of other sizes make it a little more
 
 Bucket = Capacity | str
-
-
-class Graphs(Protocol):
-    """Graphs as an autotuner sees them: facts that it reads, and what it may do to them."""
-
-    def bank(self) -> Sequence[Capacity]:
-        """The shapes that graphs are captured for, the same on all ranks; known when they are."""
-
-    def tell_choices(self, choices: dict[str, dict[str, Any]]) -> None:
-        """Reports the choices for `stats`."""
-
-    def changes(self) -> tuple[int, int]:
-        """Captures, and microbatches that ran eagerly, so far."""
-
-    def pool_bytes(self) -> int:
-        """Bytes that all pools hold."""
-
-    def free_graphs(self, bucket: Capacity | None) -> None:
-        """Give up the graphs of a bucket, None = all."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +110,7 @@ class Autotune:
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: "Executor",
         mesh: Mesh,
         device: torch.device,
         *,
@@ -162,7 +146,11 @@ class Autotune:
         if not self._bank:
             self._bank = frozenset(self._graphs.bank())
             self._buckets = [WHOLE_STEP] if self.whole_steps else sorted(self._bank)
-        self._read_laps()
+        if self._way is not None:
+            for (bucket, size, good), lap in zip(self._timed, self.clock.take_laps(), strict=True):
+                if good:
+                    self._samples.setdefault((bucket, self._way), []).append(lap / size)
+            self._timed = []
         self._choose([bucket for bucket in self._open() if not any(self._missing(bucket))], note)
         shares = [self._buckets_of(share) for share in self._sharing.shares(batches)]
         way = None if self.off else self._next_way({one for share in shares for one in share})
@@ -220,9 +208,9 @@ class Autotune:
         return "ms per 1,000 places" if self.whole_steps else "ms per microbatch"
 
     def _described(self, bucket: Bucket) -> dict[str, Any]:
-        choice = self.choices.get(bucket) or Choice(
-            REPLAY, *self._medians(bucket, 1), self._counts(bucket)
-        )
+        of_eager, of_replay, *samples = self._figures(bucket, 1)
+        known = Choice(REPLAY, of_eager, of_replay, (int(samples[0]), int(samples[1])))
+        choice = self.choices.get(bucket) or known
         figures = {"eager_ms": choice.eager, "replay_ms": choice.replay, "gain": choice.gain}
         return {
             "way": choice.way,
@@ -294,34 +282,19 @@ class Autotune:
             return alternate if of_eager else None
         return EAGER if of_eager > of_replay else REPLAY
 
-    def _medians(self, bucket: Bucket, fewest: int) -> tuple[float, float]:
-        """Milliseconds of eager and of replay on this rank; not a number with fewer samples."""
-        samples = [self._samples.get((bucket, way), []) for way in (EAGER, REPLAY)]
-        if min(map(len, samples)) < fewest:
-            return math.nan, math.nan
-        return statistics.median(samples[0]), statistics.median(samples[1])
-
-    def _counts(self, bucket: Bucket) -> tuple[int, int]:
-        """Samples of eager and of replay on this rank."""
-        samples = self._samples
-        return len(samples.get((bucket, EAGER), ())), len(samples.get((bucket, REPLAY), ()))
-
-    def _read_laps(self) -> None:
-        if self._way is None:
-            return
-        for (bucket, size, good), lap in zip(self._timed, self.clock.take_laps(), strict=True):
-            if good:
-                self._samples.setdefault((bucket, self._way), []).append(lap / size)
-        self._timed = []
+    def _figures(self, bucket: Bucket, fewest: int) -> tuple[float, float, int, int]:
+        """Milliseconds of eager and of replay on this rank, not a number with fewer samples, and
+        the numbers of samples."""
+        of_eager, of_replay = (self._samples.get((bucket, way), []) for way in (EAGER, REPLAY))
+        counts = len(of_eager), len(of_replay)
+        if min(counts) < fewest:
+            return math.nan, math.nan, *counts
+        return statistics.median(of_eager), statistics.median(of_replay), *counts
 
     def _choose(self, ripe: Sequence[Bucket], note: Callable[[str], None]) -> None:
         if not ripe:
             return
-        facts = [
-            number
-            for bucket in ripe
-            for number in (*self._medians(bucket, FEWEST_SAMPLES), *self._counts(bucket))
-        ]
+        facts = [number for one in ripe for number in self._figures(one, FEWEST_SAMPLES)]
         every = gather_numbers(self._mesh.everyone(), facts)
         for at, bucket in enumerate(ripe):
             votes = [of[4 * at : 4 * at + 4] for of in every]

@@ -2,29 +2,41 @@
 
 Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The invariant: weights
 depend on their names and `run.seed` (or `run.init_from`) alone, neither on the device nor on the
-layout.
+layout. A run that begins from weights takes their shape; an option that contradicts it is refused
+by name. Layers of multi-token prediction alone may be more or fewer: they stay fresh, or are left
+out, and that is told.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.hf import (
+    CONFIG,
+    WeightsError,
+    fill_pretrained,
+    pretrained_config,
+)
+from packgraph.models.hf_config import shape_values
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
-from packgraph.train.checkpoint.weights import load_weights
+from packgraph.train.config.reading import ConfigLayer
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.live import build_live
 from packgraph.train.features.lora import add_adapters
 from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
-from packgraph.train.features.recompute import AUTO, apply_recompute
+from packgraph.train.features.recompute import AUTO, recompute_at_first, set_recompute
 from packgraph.train.feed import MicrobatchAssignment
 from packgraph.train.memory import resident_on
 from packgraph.train.optimizer import Optimizer
@@ -58,7 +70,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
     if config.hf.path is not None or config.lora.enabled:
         model = build_model(config, device, deferred=parts and not config.lora.enabled)
-        apply_recompute(config, [model])
+        set_recompute([model], recompute_at_first(config))
         return ModelChunks([model], adapters_only=config.lora.enabled)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
@@ -70,7 +82,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     models = _build(config, device, stages, ranks * chunks, mine, deferred=parts)
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
-    apply_recompute(config, models)
+    set_recompute(models, recompute_at_first(config))
     return ModelChunks(models)
 
 
@@ -177,3 +189,47 @@ def _build(
 def _reads_weights(config: TrainConfig) -> bool:
     """Tells whether a run starts from weights; else a checkpoint has them all."""
     return not config.run.resume or config.lora.enabled
+
+
+def shape_layer(path: str) -> ConfigLayer:
+    """The shape of the model in the folder `path` as values of a configuration, and its tokenizer
+    if there is one. Raises WeightsError."""
+    file = Path(path).expanduser() / CONFIG
+    with _one_error():
+        found, _ = pretrained_config(file.parent)
+    values = {f"model.{field}": value for field, value in shape_values(found).items()}
+    if os.path.lexists(file.with_name("tokenizer.json")):  # a broken link, too
+        values["data.tokenizer"] = path
+    return ConfigLayer(str(file), values)
+
+
+def load_weights(models: Sequence[DecoderModel], path: str) -> None:
+    """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with
+    their parts of it.
+
+    Raises WeightsError naming every value in which the shapes differ, and what `fill_pretrained`
+    refuses.
+    """
+    folder = Path(path).expanduser()
+    with _one_error():
+        found, _ = pretrained_config(folder)
+        here = shape_values(models[0].config)
+        differing = [
+            f"model.{name} is {value!r} there, {here[name]!r} here"
+            for name, value in shape_values(found).items()
+            if value != here[name] and name != "mtp_layers"
+        ]
+        if differing:
+            raise WeightsError(
+                f"{path}: these weights are of another shape than the run: {'; '.join(differing)}"
+            )
+        fill_pretrained(models, folder)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Files that are missing are told as WeightsError too."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise WeightsError(str(error)) from error

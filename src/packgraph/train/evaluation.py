@@ -167,14 +167,11 @@ class Evaluation:
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from what a checkpoint holds. Returns notes for people."""
-        found = Best(**state) if state else Best(self.best.identity)
-        if found.identity == self.best.identity:
-            self.best = found
-            return []
-        self.best = Best(self.best.identity)
-        if not self.enabled:
-            return []
-        return ["other documents are evaluated on than before: the best loss begins anew"]
+        identity = self.best.identity
+        found = Best(**state) if state else Best(identity)
+        self.best = found if found.identity == identity else Best(identity)
+        told = "other documents are evaluated on than before: the best loss begins anew"
+        return [told] if self.enabled and self.best is not found else []
 
     def summary(self) -> dict[str, Any]:
         """Entry `evaluation` of summary.json. seconds: of all evaluations of this process.

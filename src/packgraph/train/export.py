@@ -87,21 +87,19 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
         for path in (run, folder)
         if (problem := path_problem(str(path))) is not None
     ]
+    if not problems and folder.exists() and not folder.is_dir():
+        problems = [f"{folder}: this is no folder; the weights cannot go there, name a new one"]
     if problems:
         raise ConfigError(problems)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            [f"{folder}: this is no folder; the weights cannot go there, name a new one"]
-        )
     config = config_of(run)
     if adapter:
         needs_merged(config)
-    foreign = [file for file in _read_files(config) if not _is_of_its_folder(file)]
-    if foreign:
-        raise WeightsError(
-            f"{foreign[0]}: a link to {foreign[0].resolve()}, which is none of the model's files; "
-            "remove the link, or put a copy in its place"
-        )
+    for file in _read_files(config):
+        if not _is_of_its_folder(file):
+            raise WeightsError(
+                f"{file}: a link to {file.resolve()}, which is none of the model's files; remove "
+                "the link, or put a copy in its place"
+            )
     model, checkpoint = load_trained(run, config, best=best)
     with writing(folder, "Make room there or choose another folder"), _moved_into(folder) as new:
         try:
@@ -196,7 +194,7 @@ def load_trained(
 
 def config_of(run: Path) -> TrainConfig:
     """The configuration of the run in a folder. Raises ConfigError."""
-    layer = stored_config(run).layer
+    layer = stored_config(run)[0]
     name = layer.values.get("preset")
     if not isinstance(name, str):
         raise ConfigError([f"{run / CONFIG}: says no preset; is this the folder of a run?"])
@@ -272,22 +270,6 @@ class Chat:
         self._tokens, self._is_text = tokens, is_text
         self._turns: list[Message] = []
 
-    @staticmethod
-    def of_run(run: Path, *, tokens: int, is_text: bool = False, best: bool = False) -> "Chat":
-        """With the newest or best checkpoint of the run in a folder. Raises what `export`
-        raises."""
-        config = config_of(run)
-        library = transformers_module()
-        tokenizer = build_tokenizer(config.data)
-        logging: Any = importlib.import_module("transformers.utils.logging")
-        logging.disable_progress_bar()
-        with tempfile.TemporaryDirectory() as folder:
-            export(run, Path(folder) / "weights", best=best)
-            model = library.AutoModelForCausalLM.from_pretrained(
-                Path(folder) / "weights", local_files_only=True, dtype="auto"
-            )
-        return Chat(model, tokenizer, tokens=tokens, is_text=is_text)
-
     @torch.no_grad()
     def answer(self, prompt: str) -> str:
         """Returns the model's answer to `prompt`."""
@@ -319,7 +301,16 @@ def chat_command(words: list[str]) -> int:
         return 0
     if asked.tokens < 1:
         raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
-    chat = Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text, best=asked.best)
+    config, library = config_of(asked.run), transformers_module()
+    tokenizer = build_tokenizer(config.data)
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        export(asked.run, Path(folder) / "weights", best=asked.best)
+        model = library.AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "weights", local_files_only=True, dtype="auto"
+        )
+    chat = Chat(model, tokenizer, tokens=asked.tokens, is_text=asked.text)
     if asked.prompt is not None:
         print(chat.answer(asked.prompt))
         return 0

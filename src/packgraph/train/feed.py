@@ -40,8 +40,7 @@ from packgraph.parallel.context.plan import ContextPlan
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import Microbatches, PlannedSteps
 from packgraph.train.data.source import DataError
-from packgraph.train.outcome import Outcome
-from packgraph.train.signals import StopRequest
+from packgraph.train.signals import Outcome, StopRequest
 
 LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
 PATIENCE = 5.0  # seconds in which data may come that the other processes have

@@ -4,6 +4,14 @@ Before a folder is created the configuration is checked as a whole, the data are
 what is missing or malformed, and what the run needs is held against the memory that there is. A
 document that turns out to be unusable only when it is tokenized (too long, say) ends the run later;
 finished steps are then in a checkpoint, and a run without one leaves its name free.
+
+With `parallel.shard = auto` as little of the layers is sharded as memory allows:
+
+    none ──▶ fits? ──▶ gradients ──▶ fits? ──▶ parameters
+
+What is whole on every rank is exchanged once a step; what is sharded, in every microbatch. So the
+first that fits is the fastest, and each takes more memory than the next. What was chosen is written
+into the run's config.json; a run goes on with it, unless it is told `auto` again.
 """
 
 import contextlib
@@ -17,17 +25,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from os import environ
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from packgraph.graphs.memory import budget
 from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
+from packgraph.parallel.flat_buffers import SHARDS
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import (
@@ -40,7 +49,7 @@ from packgraph.parallel.ranks import (
     set_nccl,
 )
 from packgraph.train.config.reading import ConfigError, differences, to_dict
-from packgraph.train.config.sections import DataConfig, TrainConfig
+from packgraph.train.config.sections import AUTO, DataConfig, TrainConfig
 from packgraph.train.config.values import shown
 from packgraph.train.data import (
     DataError,
@@ -56,11 +65,15 @@ from packgraph.train.data import (
     tokenizer_notes,
 )
 from packgraph.train.evaluation import STOPPED_EARLY
-from packgraph.train.features.context import context_notes, context_request, places_multiple
+from packgraph.train.features.context import (
+    context_choices,
+    context_notes,
+    context_request,
+    places_multiple,
+)
 from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
-from packgraph.train.features.shard import most_sharded, with_chosen_shard
-from packgraph.train.memory import available_memory, check_memory
+from packgraph.train.memory import SHARE, Agree, available_memory, check_memory, predicted_peak
 from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
 from packgraph.train.progress import ProgressView, left_out_line
@@ -81,6 +94,67 @@ from packgraph.train.run_folder import (
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
+
+
+def with_chosen_shard(
+    config: TrainConfig,
+    device_type: str,
+    available: int | None,
+    world: int,
+    rank: int,
+    agree: Agree,
+) -> tuple[TrainConfig, list[str]]:
+    """`config` with `parallel.shard` chosen if it is `auto`, and what is to be said of it.
+
+    Collective where `agree` is: every rank predicts its own peak, and the choice is what fits on
+    all. Where none is sure to fit it is what takes the least; where the memory of a device is not
+    known nothing is sharded. Where there are no replicas `auto` stays, for a run that goes on with
+    some.
+
+    Args:
+        config: A run whose capacities are known.
+        device_type: `cpu` or `cuda`.
+        available: Bytes that this process may still take there; None = nobody knows.
+        world: Number of processes.
+        rank: This one's.
+        agree: Whether something holds on all ranks.
+    """
+    if config.parallel.shard != AUTO:
+        return config, []
+    choices = shard_choices(config, device_type, world)
+    if len(choices) == 1:
+        return config, []
+    if not agree(available is not None):
+        return choices[0], ["parallel.shard auto: the memory of devices is not known, so none"]
+    told, room = [], round(SHARE * (available or 0))
+    for chosen in choices:
+        peak = predicted_peak(chosen, device_type, world, rank)
+        told.append(f"{chosen.parallel.shard} {budget.shown(peak)}")
+        if agree(peak <= room):
+            break
+    if chosen.parallel.shard == "none":
+        return chosen, []
+    return chosen, [
+        f"parallel.shard auto chose {chosen.parallel.shard}: predicted peaks, {', '.join(told)}; "
+        f"{budget.shown(room)} may be used"
+    ]
+
+
+def shard_choices(config: TrainConfig, device_type: str, world: int) -> list[TrainConfig]:
+    """All that `auto` may choose, none first, each taking less memory than the one before; `config`
+    itself where it has chosen."""
+    if config.parallel.shard != AUTO:
+        return [config]
+    # How many ranks share a layer says nothing where none is shared.
+    none = replace(config, parallel=replace(config.parallel, shard="none", shard_ranks=0))
+    layout = config.parallel.layout().resolved(world)
+    if layout.replicas(world) * layout.cp == 1:
+        return [none]
+    tried = [
+        replace(config, parallel=replace(config.parallel, shard=shard)) for shard in SHARDS[1:]
+    ]
+    return [none, *(one for one in tried if not validate(one, device_type, world=world))]
+
 
 ALONE = Launch()
 PACKAGES = ("packgraph", "torch", "transformers", "tokenizers", "numpy")  # whose versions count
@@ -155,7 +229,7 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
 
     once = evaluation_stream(config.data)
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
-    notes = [*notes, *context_notes(config), *row_notes(documents)]
+    notes = [*notes, *context_notes(context_choices(config)), *row_notes(documents)]
     notes += tokenizer_notes(documents, tokenizer)
     learned = None if config.hf.random else config.hf.path or config.run.init_from
     if config.data.tokenizer == "bytes" and learned is not None:
@@ -164,11 +238,6 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
             "if they were trained so; else name their tokenizer.json by --data.tokenizer"
         )
     return Prepared(config, packs(config.data, documents), notes, evaluation)
-
-
-def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:
-    """The resumable iterator of packs of `config`; see `prepare`."""
-    return prepare(config, device, world).microbatches
 
 
 def input_facts(given: TrainConfig, prepared: Prepared) -> dict[str, Any]:
@@ -278,7 +347,7 @@ def _train(
     prepared = prepare(config, device, launch.world)
     config = prepared.config
     available = available_memory(device, launch.local_world)
-    least = most_sharded(config, device.type, launch.world)
+    least = shard_choices(config, device.type, launch.world)[-1]
     check_memory(least, device, available, world=launch.world, rank=launch.rank)
     told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
@@ -310,9 +379,8 @@ def _train(
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         view.note(*prepared.notes, *told, *sharding)
         if nodes.others:
-            view.note(
-                f"{1 + len(nodes.others)} nodes have folders of their own: checkpoints are here"
-            )
+            count = 1 + len(nodes.others)
+            view.note(f"{count} nodes have folders of their own: checkpoints are here")
         trainer = Trainer(
             config,
             folder,
@@ -397,13 +465,21 @@ def next_commands(
     target = folder / f"weights-step-{steps}"
     if has_checkpoint(folder):
         if ended != DATA_ENDED:
-            resume = [*_train_program(launch), "train", "--config", str(folder / CONFIG)]
+            start = _program("packgraph", "packgraph.cli")
+            if launch.world > 1:  # how several hosts find each other is not known here
+                alone = launch.world == launch.local_world
+                hosts = ["--nproc-per-node", str(launch.world)] if alone else ["..."]
+                torchrun = _program("torchrun", "torch.distributed.run")
+                start = [*torchrun, *hosts, "-m", "packgraph.cli"]
+            resume = [*start, "train", "--config", str(folder / CONFIG)]
             more = ["--run.steps", str(2 * steps)] if ended == COMPLETED else []
             more += ["--eval.patience", "0"] if ended.startswith(STOPPED_EARLY) else []
             found["to go on"] = [*resume, "--resume", *more]
-        if _is_known_to_transformers(config) and not target.exists():
-            export = [*_program("packgraph", "packgraph.cli"), "export"]
-            found["Hugging Face weights"] = [*export, str(folder), str(target)]
+        export = [*_program("packgraph", "packgraph.cli"), "export", str(folder), str(target)]
+        with contextlib.suppress(ValueError):  # transformers has no such model
+            if config.hf.path is None:
+                config_to_json(config.model, getattr(torch, config.run.dtype))
+            found |= {} if target.exists() else {"Hugging Face weights": export}
     board = folder / BOARD
     if board.is_dir() and any(board.iterdir()):
         words = _program("tensorboard", "tensorboard.main")
@@ -422,32 +498,11 @@ def _mean_in_words(loss: float, steps: Sequence[int] | None) -> str:
     return f"{loss:.4f} (mean of {some}steps {first} to {last})"
 
 
-def _is_known_to_transformers(config: TrainConfig) -> bool:
-    if config.hf.path is not None:
-        return True
-    try:
-        config_to_json(config.model, getattr(torch, config.run.dtype))
-    except ValueError:
-        return False
-    return True
-
-
-def _train_program(launch: Launch) -> list[str]:
-    """The words before `train` that start as many processes as `launch` has."""
-    if launch.world == 1:
-        return _program("packgraph", "packgraph.cli")
-    # How several hosts find each other is not known here.
-    hosts = (
-        ["--nproc-per-node", str(launch.world)] if launch.world == launch.local_world else ["..."]
-    )
-    return [*_program("torchrun", "torch.distributed.run"), *hosts, "-m", "packgraph.cli"]
-
-
 def _program(script: str, module: str) -> list[str]:
     """The words that start `script` of this installation, or else `module`."""
     path = Path(sys.executable).with_name(script)
     if not path.exists():
-        found = environ.get("PYTHONPATH")
+        found = os.environ.get("PYTHONPATH")
         source = [f"PYTHONPATH={found}"] if found else []
         return [*source, sys.executable, "-m", module]
     if shutil.which(script) == str(path):

@@ -74,10 +74,10 @@ from packgraph.models.decoder import (
     stage_weights,
 )
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
-from packgraph.packing.capacity import Capacity
+from packgraph.packing.capacity import Capacity, in_short
 from packgraph.parallel.flat_buffers import ALIGNMENT, take_turns
 from packgraph.parallel.mesh import Layout, Mesh
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import one_problem
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
@@ -115,10 +115,9 @@ class MemoryPlan:
 
     def summary(self, measured: int) -> dict[str, Any]:
         """Entry of summary.json. measured: bytes that the pools hold."""
+        dropped = [in_short(capacity) for capacity in self.dropped]
         if not self.banks:
-            return (
-                {"dropped": [str_of(capacity) for capacity in self.dropped]} if self.dropped else {}
-            )
+            return {"dropped": dropped} if dropped else {}
         return {
             "slots": [bank.slots for bank in self.banks],
             "slot_bytes": [bank.slot for bank in self.banks],
@@ -127,7 +126,7 @@ class MemoryPlan:
             "predicted_pool_bytes": self.pools,
             "measured_pool_bytes": measured,
             "predicted_to_measured": self.pools / measured if measured else None,
-            "dropped": [str_of(capacity) for capacity in self.dropped],
+            "dropped": dropped,
         }
 
 
@@ -150,22 +149,20 @@ def plan_memory(
     kept, dropped, notes = sorted(set(capacities)), list[Capacity](), list[str]()
     banks: tuple[BankMemory, ...] = ()
     while kept:
-        largest = str_of(kept[-1])
-        banks, failed = _predicted(chunks, arguments, slots, kept[-1], consensus)
+        largest = in_short(kept[-1])
+        banks, failed, no_room = _predicted(chunks, arguments, slots, kept[-1], consensus)
         needed, why = sum(bank.total for bank in banks), "it is too large on another rank"
         if failed is not None:
-            notes.append(f"memory of graphs of {largest} is not predicted: {failed.what}")
-        fits = failed is None or not failed.no_room
-        if not fits:
+            notes.append(f"memory of graphs of {largest} is not predicted: {failed}")
+        if no_room:
             why = "there is no room for its graphs"
         elif budget is not None and needed > budget:
-            fits, why = False, f"its graphs need {shown(needed)}"
-        if budget is None or agree(fits):
+            why = f"its graphs need {shown(needed)}"
+        if budget is None or agree(not no_room and needed <= budget):
             break
         notes.append(
             f"capacity {largest} is dropped: {why}, graph.memory_budget is {shown(budget)}; its "
-            "microbatches "
-            f"run eagerly, counted as '{OVER_BUDGET}'"
+            f"microbatches run eagerly, counted as '{OVER_BUDGET}'"
         )
         dropped.append(kept.pop())
         banks = ()
@@ -175,15 +172,15 @@ def plan_memory(
                 kept, dict.fromkeys(dropped, OVER_BUDGET)
             )
     if banks:
-        notes.append(_told(banks, kept))
+        count = f"{len(kept)} capacit{'y' if len(kept) == 1 else 'ies'} up to {largest}"
+        of_chunks = [
+            f"{bank.slots} x {shown(bank.slot)} for slots"
+            + (f" + {shown(bank.shared)} shared" if bank.shared else "")
+            + f" + {bank.slots} x {shown(bank.buffers)} for inputs"
+            for bank in banks
+        ]
+        notes.append(f"graphs of {count} will take {shown(needed)}: {'; '.join(of_chunks)}")
     return MemoryPlan(tuple(kept), tuple(dropped), banks, tuple(notes))
-
-
-class _Failed(NamedTuple):
-    """Reason why a trace failed, on this rank or another; no_room: for want of memory here."""
-
-    what: str
-    no_room: bool
 
 
 def _predicted(
@@ -192,12 +189,13 @@ def _predicted(
     slots: Sequence[int],
     capacity: Capacity,
     consensus: Consensus,
-) -> tuple[tuple[BankMemory, ...], _Failed | None]:
+) -> tuple[tuple[BankMemory, ...], str | None, bool]:
     """The banks of `capacity` alone, one of each chunk; none where a trace failed on any rank that
-    votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""
+    votes, but why, and whether for want of memory here. They ask each other after every chunk,
+    since the next one's trace exchanges data, too."""
     banks = []
     for number, chunk in enumerate(chunks):
-        what = f"the memory of graphs of {str_of(capacity)}"
+        what = f"the memory of graphs of {in_short(capacity)}"
         # Before the trace, in whose exchanges others would wait for a rank that cannot begin it.
         error = consensus(what, control(chunk).refused_with_others())
         try:
@@ -211,34 +209,13 @@ def _predicted(
             error = failed
         error = consensus(what, error)
         if error is not None:
-            told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
+            told, no_room = error.what, isinstance(error.__cause__, torch.OutOfMemoryError)
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
                 control(traced).forget_code()
-            free_memory(
-                chunks[0].device
-            )  # the next trial may need it, and no allocator looks for it
-            return (), told
-    return tuple(banks), None
-
-
-def _told(banks: Sequence[BankMemory], kept: Sequence[Capacity]) -> str:
-    shared = [f" + {shown(bank.shared)} shared" if bank.shared else "" for bank in banks]
-    chunks = [
-        f"{bank.slots} x {shown(bank.slot)} for slots{also} + {bank.slots} x {shown(bank.buffers)} "
-        "for inputs"
-        for bank, also in zip(banks, shared, strict=True)
-    ]
-    count = f"{len(kept)} capacit{'y' if len(kept) == 1 else 'ies'} up to {str_of(kept[-1])}"
-    return (
-        f"graphs of {count} will take {shown(sum(bank.total for bank in banks))}: "
-        f"{'; '.join(chunks)}"
-    )
-
-
-def str_of(capacity: Capacity) -> str:
-    """A capacity as the options write it."""
-    return f"{capacity.tokens}x{capacity.documents}"
+            free_memory(chunks[0].device)  # the next trial may need it, no allocator looks for it
+            return (), told, no_room
+    return tuple(banks), None, False
 
 
 ROOT = Path("/")
@@ -477,43 +454,30 @@ def check_memory(
     need = need_of(config, device.type, world, rank)
     if available is None or need.least <= available:
         return
-    where = (
-        "free on " + str(device)
-        if device.type == "cuda"
-        else "available to a process on this machine"
-    )
-    parts = [
-        f"weights {shown(need.weights)}",
-        f"gradients {shown(need.gradients)}",
-        f"optimizer state {shown(need.optimizer)}",
-    ]
-    if need.microbatch:
-        parts.append(f"a microbatch of {str_of(need.capacity)} {shown(SURE * need.microbatch)}")
-    if need.graphs:
-        parts.append(f"its graphs {shown(SURE * need.graphs)}")
-    raise ConfigError(
-        [
-            f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are "
-            f"{where}: "
-            f"{', '.join(parts)}. {_way_out(need, available)}"
-        ]
-    )
-
-
-def _way_out(need: Need, available: int) -> str:
-    if need.state > available:
-        return (
-            "The model alone does not fit: choose a smaller one (another preset, "
-            "--model.num-layers, --model.hidden-size), numbers of fewer bytes (--run.dtype and "
-            "--optimizer.gradients bfloat16), spread it over more devices (torchrun: replicas "
-            "share what they hold with --parallel.shard auto, and --parallel.tp and --parallel.pp "
-            "cut a model), or take a machine with more memory"
-        )
+    on_cuda = device.type == "cuda"
+    where = f"free on {device}" if on_cuda else "available to a process on this machine"
+    parts = {
+        "weights": need.weights,
+        "gradients": need.gradients,
+        "optimizer state": need.optimizer,
+        f"a microbatch of {in_short(need.capacity)}": SURE * need.microbatch,
+        "its graphs": SURE * need.graphs,
+    }
+    told = [f"{name} {shown(size)}" for name, size in parts.items() if size]
     graphs = " or --graph.enabled false," if need.graphs else ""
-    return (
-        f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} a "
-        "smaller model, "
-        "or a machine with more memory"
+    way_out = (
+        "The model alone does not fit: choose a smaller one (another preset, --model.num-layers, "
+        "--model.hidden-size), numbers of fewer bytes (--run.dtype and --optimizer.gradients "
+        "bfloat16), spread it over more devices (torchrun: replicas share what they hold with "
+        "--parallel.shard auto, and --parallel.tp and --parallel.pp cut a model), or take a "
+        "machine with more memory"
+        if need.state > available
+        else f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} "
+        "a smaller model, or a machine with more memory"
+    )
+    raise one_problem(
+        f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are {where}: "
+        f"{', '.join(told)}. {way_out}"
     )
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from packgraph.models.foreign import naming
 from packgraph.train.config.values import flat
-from packgraph.train.outcome import Outcome
 from packgraph.train.run_files import (
     RunFileError,
     parse_json,
@@ -41,6 +40,7 @@ from packgraph.train.run_files import (
     write_synced,
     writing,
 )
+from packgraph.train.signals import Outcome
 
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"  # folder of its events
@@ -98,7 +98,13 @@ class MetricsLog:
         """Open for appending after `last_step`; lines of later steps, a half-written last line and
         lines that are no rows are cut. The numbers of the last are `damaged`.
 
-        trackers, config, note: see `Trackers`.
+        Args:
+            folder: The run's folder.
+            last_step: The step that the run goes on after; 0 = it begins.
+            trackers: Keys of TRACKERS, of which those that are installed are opened; a note names
+                those that are not, or fail.
+            config: Of the run, nested.
+            note: Takes a line for people.
         """
         self._path = folder / METRICS
         found, self.damaged = _read_lines(self._path)
@@ -109,7 +115,18 @@ class MetricsLog:
             os.replace(cut, self._path)
             sync_folder(folder)
             self._stream: IO[str] = self._path.open("a", encoding="utf-8")
-        self._trackers = Trackers(folder, last_step, trackers, config or {}, note)
+        self._note, self._trackers = note, dict[str, "Tracker"]()
+        known = read_json(folder / NAMES)
+        ids = {name: known.get(name) or secrets.token_hex(8) for name in trackers}
+        if set(ids) - {"tensorboard"}:
+            write_json(folder / NAMES, ids)
+        for name in trackers:
+            if find_spec(name) is None:
+                note(f"{name} gets no rows: it is not installed (pip install {name})")
+                continue
+            with (outcome := Outcome()):
+                self._trackers[name] = TRACKERS[name](folder, last_step, config or {}, ids[name])
+            self._heed(name, outcome.error)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -123,7 +140,13 @@ class MetricsLog:
         with writing(self._path):
             self._stream.write(_line(row))
             self._stream.flush()
-        self._trackers.write(row)
+        # Named train/loss, eval/loss, eval/loss/SOURCE.
+        values = {
+            f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}": float(value)
+            for key, value in row.items()
+            if key != "step" and isinstance(value, (int, float))
+        }
+        self._tell(lambda tracker: tracker.write(values, row["step"]))
 
     def sync(self) -> None:
         """Wait until the disk has all rows."""
@@ -136,7 +159,27 @@ class MetricsLog:
         self.sync()
         with writing(self._path):
             self._stream.close()
-        self._trackers.close()
+        self._tell(lambda tracker: tracker.close())
+        self._trackers.clear()
+
+    def _tell(self, tell: Callable[["Tracker"], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            with (outcome := Outcome()):
+                tell(tracker)
+            self._heed(name, outcome.error)
+
+    def _heed(self, name: str, error: BaseException | None) -> None:
+        """Give up a tracker that has failed; what is of the run's files, or is to end the process,
+        is raised again."""
+        if error is None:
+            return
+        if not isinstance(error, Exception) or isinstance(error, RunFileError):
+            raise error
+        self._trackers.pop(name, None)
+        self._note(
+            f"{name} has failed and gets no more rows, the run goes on: "
+            f"{type(error).__name__}: {error}"
+        )
 
 
 class RowsOnly:
@@ -357,71 +400,3 @@ TRACKERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Tracker]] = {
 def missing_trackers(names: Sequence[str]) -> list[str]:
     """Those of `names` that are not installed, but for tensorboard, which nobody has asked for."""
     return [name for name in names if name != "tensorboard" and find_spec(name) is None]
-
-
-class Trackers:
-    """All trackers of a run."""
-
-    def __init__(
-        self,
-        folder: Path,
-        last_step: int,
-        names: Sequence[str],
-        config: Mapping[str, Any],
-        note: Callable[[str], None],
-    ) -> None:
-        """Open those of `names` that are installed; a note names those that are not, or fail.
-
-        Args:
-            folder: The run's folder.
-            last_step: The step that the run goes on after; 0 = it begins.
-            names: Keys of TRACKERS.
-            config: Of the run, nested.
-            note: Takes a line for people.
-        """
-        self._note, self._open = note, dict[str, Tracker]()
-        known = read_json(folder / NAMES)
-        ids = {name: known.get(name) or secrets.token_hex(8) for name in names}
-        if set(ids) - {"tensorboard"}:
-            write_json(folder / NAMES, ids)
-        for name in names:
-            if find_spec(name) is None:
-                note(f"{name} gets no rows: it is not installed (pip install {name})")
-                continue
-            with (outcome := Outcome()):
-                self._open[name] = TRACKERS[name](folder, last_step, config, ids[name])
-            self._heed(name, outcome.error)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Send the row of a step to all of them."""
-        # Named train/loss, eval/loss, eval/loss/SOURCE.
-        values = {
-            f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}": float(value)
-            for key, value in row.items()
-            if key != "step" and isinstance(value, (int, float))
-        }
-        for name, tracker in list(self._open.items()):
-            with (outcome := Outcome()):
-                tracker.write(values, row["step"])
-            self._heed(name, outcome.error)
-
-    def close(self) -> None:
-        """Close all of them."""
-        for name, tracker in list(self._open.items()):
-            with (outcome := Outcome()):
-                tracker.close()
-            self._heed(name, outcome.error)
-        self._open.clear()
-
-    def _heed(self, name: str, error: BaseException | None) -> None:
-        """Give up a tracker that has failed; what is of the run's files, or is to end the process,
-        is raised again."""
-        if error is None:
-            return
-        if not isinstance(error, Exception) or isinstance(error, RunFileError):
-            raise error
-        self._open.pop(name, None)
-        self._note(
-            f"{name} has failed and gets no more rows, the run goes on: "
-            f"{type(error).__name__}: {error}"
-        )

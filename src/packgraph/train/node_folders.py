@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,12 +61,7 @@ class NodeFolders:
         return rank != 0 and self.leaders[rank] == rank
 
 
-class _Transfer(NamedTuple):
-    """A file on its way. size: in bytes."""
-
-    sender: int
-    name: str
-    size: int
+_Transfer = tuple[int, str, int]  # a file on its way: sender, name, bytes
 
 
 def shared_folder(mesh: Mesh) -> NodeFolders:
@@ -94,7 +88,7 @@ def gather_shards(writing: Path, mesh: Mesh, nodes: NodeFolders) -> dict[str, st
     own = writing.glob(f"__{mesh.rank}_*") if nodes.is_apart(mesh.rank) else ()
     sizes = on_each(mesh, lambda: {path.name: path.stat().st_size for path in own}, OSError)
     transfers = [
-        _Transfer(sender, name, size)
+        (sender, name, size)
         for sender, files in enumerate(from_all(mesh, sizes))
         for name, size in sorted(files.items())
     ]
@@ -124,7 +118,7 @@ def checkpoint_here(path: Path, mesh: Mesh, nodes: NodeFolders) -> Iterator[Path
             sizes = on_first(
                 mesh, lambda: {file.name: file.stat().st_size for file in path.iterdir()}, OSError
             )
-            transfers = [_Transfer(0, name, size) for name, size in sorted(sizes.items())]
+            transfers = [(0, name, size) for name, size in sorted(sizes.items())]
             digests = _carry(mesh, transfers, nodes.others, path, here)
             on_each(mesh, lambda: _check(here, digests) if leads else None, OSError)
         except OSError as error:
@@ -138,41 +132,49 @@ def checkpoint_here(path: Path, mesh: Mesh, nodes: NodeFolders) -> Iterator[Path
             shutil.rmtree(here, ignore_errors=True)  # what stays is removed at the next start
 
 
-def find_nodes(folder: Path, mesh: Mesh, patience: float = 2.0) -> NodeFolders:
-    """Find out which ranks see the same folder, which is made where it is missing. Collective.
+def find_nodes(
+    folder: Path, mesh: Mesh, patience: float = 2.0, *, apart: bool = True
+) -> NodeFolders:
+    """Find out which ranks see the same folder. Collective.
 
-    Every rank writes a file with a random name and looks for those of the others.
+    Ranks write a file with a random name, and that name in it, and look for those of the others.
 
     Args:
         folder: The run's folder.
         mesh: All processes.
         patience: Seconds that a rank waits to see the file of rank 0.
+        apart: Whether nodes may have folders of their own, which are made where they are missing,
+            and all ranks write; otherwise rank 0 alone does.
 
     Raises:
         OSError: On all ranks, if one of them cannot write there.
     """
-    on_each(mesh, lambda: folder.mkdir(parents=True, exist_ok=True), OSError)
-    names = from_all(mesh, on_each(mesh, lambda: write_token(folder), OSError))
-    seen = [0] if sees(folder / names[0], patience) else []
-    seen += [rank for rank, name in enumerate(names) if rank and sees(folder / name, 0.0)]
-    leaders = tuple(from_all(mesh, min(seen)))
-    if leaders[mesh.rank] == mesh.rank:
+    writes = apart or mesh.rank == 0
+
+    def write() -> str:
+        if apart:
+            folder.mkdir(parents=True, exist_ok=True)
+        name = TOKEN.replace("*", secrets.token_hex(16)) if writes else ""
+        if writes:
+            (folder / name).write_text(name, encoding="utf-8")
+        return name
+
+    names = from_all(mesh, on_each(mesh, write, OSError))
+    seen = [
+        rank
+        for rank, name in enumerate(names)
+        if name and _sees(folder / name, 0.0 if rank else patience)
+    ]
+    leaders = tuple(from_all(mesh, min(seen, default=mesh.rank)))
+    if writes and leaders[mesh.rank] == mesh.rank:
         with suppress(OSError):  # what is left is removed at the next start
             for token in folder.glob(TOKEN):
                 token.unlink()
     return NodeFolders(leaders)
 
 
-def write_token(folder: Path) -> str:
-    """Write a file with a random name, and that name in it. Returns the name. Raises OSError."""
-    name = TOKEN.replace("*", secrets.token_hex(16))
-    (folder / name).write_text(name, encoding="utf-8")
-    return name
-
-
-def sees(path: Path, patience: float) -> bool:
-    """Tells whether a file that another rank has written by `write_token` appears within `patience`
-    seconds."""
+def _sees(path: Path, patience: float) -> bool:
+    """Tells whether a file of `find_nodes` appears within `patience` seconds."""
     end = time.monotonic() + patience
     while True:
         with suppress(OSError):

@@ -34,7 +34,7 @@ from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
-from packgraph.train.config.sections import OptimizerConfig, TrainConfig
+from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.spikes import Limits
 from packgraph.train.updates.adafactor import Adafactor
@@ -62,48 +62,25 @@ def warn_of_sums(dtype: str, microbatches: int) -> str | None:
     )
 
 
-def learning_rate_at(
-    step: int,
-    *,
-    peak: float,
-    warmup_steps: int,
-    decay_steps: int,
-    min_fraction: float,
-    schedule: str = "cosine",
-    decay_share: float = 1.0,
-) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+def learning_rate_of(options: OptimizerConfig, run_steps: int, step: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0, of a run of so many steps.
 
     The first step of a warm-up of n has peak/n, its last step the peak. The cosine (Loshchilov and
-    Hutter 2017, SGDR, without restarts) reaches `peak * min_fraction` at `decay_steps` and stays
-    there; so do a line (`linear`), and one in the last `decay_share` of the steps after the warm-up
-    (`wsd`, Hu et al. 2024, arXiv:2404.06395). `constant` stays at the peak.
+    Hutter 2017, SGDR, without restarts) reaches its floor at `decay_steps` and stays there; so do a
+    line (`linear`), and one in the last `decay_share` of the steps after the warm-up (`wsd`, Hu et
+    al. 2024, arXiv:2404.06395). `constant` stays at the peak.
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+    peak, warmup, schedule = options.learning_rate, options.warmup_steps, options.schedule
+    if step < warmup:
+        return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    span = max(1, decay_steps - warmup_steps)
-    progress = min(1.0, (step - warmup_steps) / span)
+    span = max(1, (options.decay_steps or run_steps) - warmup)
+    progress, floor = min(1.0, (step - warmup) / span), options.min_learning_rate_fraction
     if schedule == "cosine":
-        return peak * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
-    share = decay_share if schedule == "wsd" else 1.0
-    left = min(1.0, (1.0 - progress) / share)
-    return peak * (min_fraction + (1 - min_fraction) * left)
-
-
-def learning_rate_of(config: TrainConfig, step: int) -> float:
-    """The learning rate of the run's step number `step`, from 0."""
-    options = config.optimizer
-    return learning_rate_at(
-        step,
-        peak=options.learning_rate,
-        warmup_steps=options.warmup_steps,
-        decay_steps=options.decay_steps or config.run.steps,
-        min_fraction=options.min_learning_rate_fraction,
-        schedule=options.schedule,
-        decay_share=options.decay_share,
-    )
+        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    share = options.decay_share if schedule == "wsd" else 1.0
+    return peak * (floor + (1 - floor) * min(1.0, (1.0 - progress) / share))
 
 
 class Optimizer:
@@ -304,12 +281,14 @@ def _rules(
     alone."""
     if config.name == "adafactor":
         return [Adafactor(updated, config)]
-    if config.name == "muon":
-        chosen = [each for each in updated if each.span.members[0].name in matrices]
-        special: UpdateRule = Muon(chosen, config)
-    else:
-        chosen = [each for each in updated if config.name == "adamw8bit" and each.span.decays]
-        special = AdamW8bit(chosen, config)
-    among = {id(each) for each in chosen}
-    rest = [each for each in updated if id(each) not in among]
-    return [AdamW(rest, config, done=done), *([special] if chosen else [])]
+    muon = config.name == "muon"
+    chosen = {
+        number: each
+        for number, each in enumerate(updated)
+        if (each.span.members[0].name in matrices if muon else each.span.decays)
+    }
+    if config.name == "adamw" or not chosen:
+        return [AdamW(updated, config, done=done)]
+    rest = [each for number, each in enumerate(updated) if number not in chosen]
+    special = (Muon if muon else AdamW8bit)([*chosen.values()], config)
+    return [AdamW(rest, config, done=done), special]

@@ -54,24 +54,21 @@ class PipelineParallelism(Parallelism):
             )
             return [lone] * (chunks > 1)
         cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
+        graph, parts = config.graph, stages * chunks
+        known = graph.enabled and graph.scope is not None and model.num_layers >= parts
+        scope = graph.scope if known else None
+        without = (
+            parts_without(model, parts, scope, stage_tokens(config)) if scope is not None else []
+        )
         problems = {
             f"{cut} needs at least as many layers, model.num_layers is "
-            f"{model.num_layers}": model.num_layers < stages * chunks,
+            f"{model.num_layers}": model.num_layers < parts,
             f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on "
-            "the last one only; add "
-            "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
+            "the last one only; add attn or mlp": graph.enabled and graph.scope == ("head",),
+            f"graph.scope leaves nothing to capture on parts {without} of {cut}: add attn": bool(
+                without
+            ),
         }
-        if (
-            config.graph.enabled
-            and config.graph.scope is not None
-            and model.num_layers >= stages * chunks
-        ):
-            without = parts_without(
-                model, stages * chunks, config.graph.scope, stage_tokens(config)
-            )
-            problems[
-                f"graph.scope leaves nothing to capture on parts {without} of {cut}: add attn"
-            ] = bool(without)
         return true_of(problems)
 
     def tried(self, layout: Layout) -> list[Layout]:
@@ -210,29 +207,23 @@ PARALLELISMS: list[Parallelism] = [
 def _shard_problems(config: TrainConfig) -> list[str]:
     """Lists what keeps layers from being sharded over the replicas."""
     parallel, graph = config.parallel, config.graph
-    others = {
-        "parallel.dynamic_cp": parallel.dynamic_cp,
-        "graph.granularity = step, without graph.optimizer": graph.enabled
-        and graph.granularity == "step"
-        and not graph.optimizer,
+    kept = f"parallel.shard = {parallel.shard} is not there yet with"
+    problems = {
+        f"{kept} parallel.dynamic_cp; leave one of them out": parallel.dynamic_cp,
+        f"{kept} graph.granularity = step, without graph.optimizer; leave one of them out": (
+            graph.enabled and graph.granularity == "step" and not graph.optimizer
+        ),
+        f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
+        "ranks that share no layers run different microbatches, but all replicas launch the graph "
+        "of a step together; leave one of them out": graph.enabled
+        and graph.optimizer
+        and parallel.shard_ranks > 0,
+        "parallel.shard = gradients with lora.rank shards nothing: the model under adapters has no "
+        "gradients, and those of adapters are small; use parallel.shard = parameters": (
+            config.lora.enabled and parallel.shard == "gradients"
+        ),
     }
-    found = [
-        f"parallel.shard = {parallel.shard} is not there yet with {name}; leave one of them out"
-        for name, asked in others.items()
-        if asked
-    ]
-    if graph.enabled and graph.optimizer and parallel.shard_ranks:
-        found.append(
-            f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
-            "ranks that share no layers run different microbatches, but all replicas launch the "
-            "graph of a step together; leave one of them out"
-        )
-    if config.lora.enabled and parallel.shard == "gradients":
-        found.append(
-            "parallel.shard = gradients with lora.rank shards nothing: the model under adapters "
-            "has no gradients, and those of adapters are small; use parallel.shard = parameters"
-        )
-    return found
+    return true_of(problems)
 
 
 def _shares(layout: Layout, name: str) -> list[Layout]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from packgraph.ops.attention.kind import ContextChoice, row_problems
+from packgraph.ops.attention.kind import row_problems
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets, measure
 from packgraph.packing.capacity import places
@@ -38,7 +38,7 @@ from packgraph.parallel.context.request import (
 from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
+from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, read_config
 from packgraph.train.config.sections import SOURCES, TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option, path_problem, shown
 from packgraph.train.data import build_tokenizer, open_documents
@@ -47,11 +47,11 @@ from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.features.context import (
-    choices_of,
     common_multiple,
+    context_choices,
     context_cost,
+    context_notes,
     kernels_cost,
-    notes_of,
     places_multiple,
     zigzag_sizes,
 )
@@ -66,12 +66,13 @@ HELD_OUT = 5  # one document in so many
 MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough
 FEWEST_SIZES = 16
 GIBIBYTE = 2**30
-USAGE = """\
+USAGE = f"""\
 usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
 
 Choose the capacities graphs are captured for from the lengths of the documents, as
 `--graph.capacities auto` does in `packgraph train`, and say what they cost: padding, memory, time
-for capture. Nothing is run, no GPU is needed. The preset is {preset} where none is named.
+for capture. Nothing is run, no GPU is needed. The preset is {next(iter(PRESETS))} where none is
+named.
 
     packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --buckets.max-tokens 16384
     packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8
@@ -228,7 +229,7 @@ def with_stored_capacities(folder: Path, config: TrainConfig) -> TrainConfig:
     """
     if config.graph.capacities != "auto":
         return config
-    stored = read_config(config, [stored_config(folder).layer])
+    stored = read_config(config, [stored_config(folder)[0]])
     return replace(config, graph=replace(config.graph, capacities=stored.graph.capacities))
 
 
@@ -296,7 +297,35 @@ class PlanArguments(CommandArguments):
 def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
     """The plan of the first step on the data of `config`, as text; draws the SVG. Raises
     ConfigError and DataError."""
-    request, choices = _request(config, asked)
+    assert asked.world is not None
+    parallel, problems = config.parallel, list[str]()
+    try:
+        request = ContextRequest(
+            world=asked.world,
+            tokens=asked.tokens_per_rank,
+            sizes=asked.sizes,
+            places=asked.places,
+            microsteps=asked.microbatches,
+        )
+    except ValueError as error:
+        raise one_problem(
+            f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"
+        ) from error
+    for size in sorted({*request.sizes} - {1}):
+        found = context_problems(config.model, size, parallel.tp, parallel.cp_kind)
+        problems += [f"{problem} (--sizes)" for problem in found]
+    choices = {} if problems else context_choices(config, request.sizes)
+    problems += [
+        f"{problem} (--tokens-per-rank)"
+        for size, choice in choices.items()
+        for problem in row_problems(None, size * asked.tokens_per_rank, choice.kind, size)
+    ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    cost = context_cost(
+        config.model, parallel.tp, kernels_cost(config, None), zigzag_sizes(choices)
+    )
+    request = replace(request, cost=cost if asked.costs is None else _measured(asked.costs, cost))
     read = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
     multiple = common_multiple(choices)
     fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
@@ -319,48 +348,7 @@ def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
             ) from error
     if asked.json:
         return json.dumps(context_values(plan), indent=2) + "\n"
-    return "\n".join([title, *notes_of(choices), "", describe_context(plan)])
-
-
-def _request(
-    config: TrainConfig, asked: PlanArguments
-) -> tuple[ContextRequest, dict[int, ContextChoice]]:
-    """Request for the plan, and how the ranks of its groups share attention. Raises ConfigError."""
-    assert asked.world is not None
-    try:
-        request = ContextRequest(
-            world=asked.world,
-            tokens=asked.tokens_per_rank,
-            sizes=asked.sizes,
-            places=asked.places,
-            microsteps=asked.microbatches,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            [f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]
-        ) from error
-    parallel = config.parallel
-    problems = [
-        f"{problem} (--sizes)"
-        for size in request.sizes
-        if size > 1
-        for problem in context_problems(config.model, size, parallel.tp, parallel.cp_kind)
-    ]
-    if not problems:
-        choices = choices_of(config, request.sizes)
-        problems = [
-            f"{problem} (--tokens-per-rank)"
-            for size, choice in choices.items()
-            for problem in row_problems(None, size * asked.tokens_per_rank, choice.kind, size)
-        ]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    cost = context_cost(
-        config.model, parallel.tp, kernels_cost(config, None), zigzag_sizes(choices)
-    )
-    return replace(
-        request, cost=cost if asked.costs is None else _measured(asked.costs, cost)
-    ), choices
+    return "\n".join([title, *context_notes(choices), "", describe_context(plan)])
 
 
 def _measured(run: Path, prior: ContextCost) -> ContextCost:
@@ -408,11 +396,6 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
     return found
 
 
-def introduction() -> str:
-    """The text of --help."""
-    return USAGE.format(preset=next(iter(PRESETS)))
-
-
 def is_data_plan(words: Sequence[str]) -> bool:
     """Tells whether `packgraph plan` is asked about data, not about a schedule, which has no words
     but options."""
@@ -451,8 +434,8 @@ def plan_data(config: TrainConfig, asked: PlanArguments) -> str:
         unseen = measure(plan.capacities, lengths.held_out, request.policy)
     except ValueError as error:
         raise ConfigError([f"{error} (buckets.max_tokens, data.overlong)"]) from error
+    histogram = LengthHistogram.of(lengths.planned)
     if asked.json:
-        histogram = LengthHistogram.of(lengths.planned)
         facts = {
             "documents": len(lengths.planned),
             "documents_held_out": len(lengths.held_out),
@@ -460,26 +443,14 @@ def plan_data(config: TrainConfig, asked: PlanArguments) -> str:
             "longest_tokens": histogram.longest,
         }
         return json.dumps(facts | plan_values(plan, unseen), indent=2) + "\n"
-    return f"{_bucket_title(config, lengths, request)}\n\n{describe_plan(plan, unseen)}"
-
-
-def _bucket_title(config: TrainConfig, lengths: Lengths, request: BucketRequest) -> str:
-    histogram = LengthHistogram.of(lengths.planned)
     source = config.data.path or config.data.source
-    some = (
-        ""
-        if lengths.read == lengths.total
-        else f" (a sample of {lengths.read:,} of {lengths.total:,})"
+    if lengths.read != lengths.total:
+        source += f" (a sample of {lengths.read:,} of {lengths.total:,})"
+    how = "packed at a time" if request.policy.batches else "wait to be combined"
+    several = (
+        f"{histogram.documents:,} documents of {histogram.lengths[0]:,} to {histogram.longest:,} "
+        f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}"
     )
-    how = (
-        f"{request.policy.documents} packed at a time"
-        if request.policy.batches
-        else f"{request.policy.documents} wait to be combined"
-    )
-    if histogram.documents == 1:
-        return f"{source}{some}: 1 document of {histogram.longest:,} tokens; {how}"
-    return (
-        f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to "
-        f"{histogram.longest:,} "
-        f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}"
-    )
+    one = f"1 document of {histogram.longest:,} tokens"
+    title = f"{source}: {one if histogram.documents == 1 else several}"
+    return f"{title}; {request.policy.documents} {how}\n\n{describe_plan(plan, unseen)}"

@@ -37,11 +37,9 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.branches import token_weights
-from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
@@ -134,21 +132,9 @@ class PlanMemoryArguments(CommandArguments):
         """Bytes of the device. Raises ValueError."""
         return None if self.memory is None else budget_bytes(self.memory, None)
 
-    def step_tokens_of(self, world: int) -> int:
-        """Tokens of a step over so many GPUs."""
-        return self.step_tokens or world * self.tokens
-
     def link(self, span: int) -> float:
         """Bytes a second between ranks that lie within `span` consecutive ones."""
         return 1e9 * (self.link_gb_s if span <= self.per_host else self.net_gb_s)
-
-
-class RowWork(NamedTuple):
-    """Cost of one whole row on one device. forward_s: seconds. again_s: those of the second
-    forward, by the kind of recomputation."""
-
-    forward_s: float
-    again_s: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -172,14 +158,13 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
         graph=replace(config.graph, enabled=False, capacities=(capacity,)),
         parallel=ParallelConfig(),
     )
-    state, work = need_of(sized, "cuda").state, row_work(config, asked)
-    whole = need_of(without_host_state(sized), "cuda").optimizer
-    forward_s, found = work.forward_s, []
+    state, (forward_s, again_s) = need_of(sized, "cuda").state, row_work(config, asked)
+    whole, found = need_of(without_host_state(sized), "cuda").optimizer, list[MemoryChoice]()
     for kind, offload in ACTIVATIONS:
         of_kind = replace(sized, run=replace(config.run, recompute=kind))
         kept = activation_bytes(of_kind, capacity, 1, offload)
         copy_s = kept.moved / (asked.gb_s * 1e9)
-        spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
+        spent = max(forward_s, copy_s) + max(2 * forward_s + again_s[kind], copy_s)
         peak = state + kept.device
         stays, away = planned_state(sized, whole, peak, limit)
         fits = None if limit is None else peak + stays <= limit
@@ -188,25 +173,20 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     return found
 
 
-def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> RowWork:
-    """Estimates the cost of one row on one device."""
-    model, tokens = config.model, asked.tokens
+def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> tuple[float, dict[str, float]]:
+    """Estimates the cost of one whole row on one device: seconds of the forward of all layers, and
+    those of the second one by the kind of recomputation."""
+    model, tokens, length = config.model, asked.tokens, asked.length or asked.tokens
     itemsize = 4 if config.run.dtype == "float32" else 2
-    forward = _operations(model, tokens, asked.length or tokens) / (asked.tflops * 1e12)
-    cheap = (kept_columns(model, NONE) - kept_columns(model, SELECTIVE)) * itemsize * tokens
-    again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
-    return RowWork(forward, again)
-
-
-def _operations(model: DecoderConfig, tokens: int, length: int) -> float:
-    """Floating point operations of the forward of all layers."""
-    rest = tokens % length
-    lengths = [length] * (tokens // length) + [rest] * (rest > 0)
+    lengths = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
     beside = sum(
         model.count(name) * branch.operations(model, lengths)
         for name, branch in model.kinds().items()
     )
-    return float(2 * token_weights(model) * tokens + beside)
+    forward = float(2 * token_weights(model) * tokens + beside) / (asked.tflops * 1e12)
+    cheap = (kept_columns(model, NONE) - kept_columns(model, SELECTIVE)) * itemsize * tokens
+    again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
+    return forward, again
 
 
 def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
@@ -253,15 +233,16 @@ def _automatic(choices: Sequence[MemoryChoice]) -> str:
 def _plan_world(config: TrainConfig, asked: PlanMemoryArguments, world: int) -> str:
     """The fastest ways to spread the run over `world` GPUs. Raises ConfigError where none is
     legal."""
-    choices, step_tokens = world_choices(config, world, asked), asked.step_tokens_of(world)
+    choices = world_choices(config, world, asked)
     if not choices:
         raise ConfigError([f"--world: no layout of {world} GPUs is there for this run"])
     if asked.json:
         return json.dumps([asdict(choice) for choice in choices[: asked.top]], indent=2) + "\n"
     fitting = sum(choice.fits is not False for choice in choices)
     title = (
-        f"{config.preset} on {world:,} GPUs, rows of {asked.tokens:,} tokens, {step_tokens:,} a "
-        f"step, {config.run.dtype}: {len(choices)} ways, {fitting} fit; estimates"
+        f"{config.preset} on {world:,} GPUs, rows of {asked.tokens:,} tokens, "
+        f"{asked.step_tokens or world * asked.tokens:,} a step, {config.run.dtype}: "
+        f"{len(choices)} ways, {fitting} fit; estimates"
     )
     head = ("dp", "pp", "cp", "tp", "ep", "shard", "recompute", "offload", "device GiB", "host GiB")
     rows: list[Sequence[str]] = [
@@ -321,7 +302,7 @@ def world_choices(config: TrainConfig, world: int, asked: PlanMemoryArguments) -
     found: list[WorldChoice] = []
     tokens, work = asked.tokens, row_work(config, asked)
     for layout, replicas in _layouts(config, world):
-        rows = -(-asked.step_tokens_of(world) // (tokens * replicas))
+        rows = -(-(asked.step_tokens or world * tokens) // (tokens * replicas))
         for shard, within in _ways_to_shard(layout, asked.per_host):
             laid = replace(layout, shard_ranks=within)
             plain = _spread(config, laid, shard, NONE, False, tokens)
@@ -370,11 +351,8 @@ def _copies(layout: Layout) -> list[int]:
 
 def _sizes(ranks: int, most: int) -> list[int]:
     """Powers of two up to `most` that divide `ranks`."""
-    found, size = [1], 2
-    while size <= most and ranks % size == 0:
-        found.append(size)
-        size *= 2
-    return found
+    powers = (2**power for power in range(ranks.bit_length()))
+    return [size for size in powers if size <= max(1, most) and ranks % size == 0]
 
 
 def _spread(
@@ -417,7 +395,7 @@ def _choice(
     held: int,
     optimizer: int,
     rows: int,
-    work: RowWork,
+    work: tuple[float, dict[str, float]],
     asked: PlanMemoryArguments,
 ) -> WorldChoice:
     """One way, with bytes of the fullest rank. held: of its weights if nothing were sharded.
@@ -427,7 +405,7 @@ def _choice(
     (capacity,) = config.graph.captured_capacities()
     kept = activation_bytes(config, capacity, rows, offload)
     parts = layout.tp * layout.cp * layout.pp
-    forward, again = work.forward_s / parts, work.again_s[recompute] / parts
+    forward, again = work[0] / parts, work[1][recompute] / parts
     copies, limit = kept.moved / (asked.gb_s * 1e9), asked.limit()
     per_row = max(forward, copies) + max(2 * forward + again, copies)
     sent, waited = _sent(config, held, rows, forward, 2 * forward + again, asked)
@@ -436,8 +414,8 @@ def _choice(
     passes = adamw8bit.PASSES if eight else adamw.PASSES[config.run.dtype]
     peak = state + kept.device
     stays, away = planned_state(config, optimizer, peak, limit)
-    update = 2 * passes * optimizer / (asked.device_gb_s * 1e9)  # is read and written
-    update = max(update, away / (asked.gb_s * 1e9))  # in both directions at once
+    # The state is read and written; what is on the host travels in both directions at once.
+    update = max(2 * passes * optimizer / (asked.device_gb_s * 1e9), away / (asked.gb_s * 1e9))
     seconds = rows * per_row + bubble + sum(waited.values()) + update
     device = peak + stays
     return WorldChoice(
@@ -484,14 +462,12 @@ def _sent(
     dense, of_experts = (sum(sizes) for sizes in zip(*layer_matrices(model), strict=True))
     ends = end_units(model) // min(2, layout.pp) * model.vocab_size * model.hidden_size
     matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp + ends / layout.tp
-    matrices *= itemsize
-    matrices = round(matrices) if shard != "none" else 0
+    matrices = round(matrices * itemsize) if shard != "none" else 0
     whole = held - matrices  # of weights whose gradients are summed once a step
     copies, within = (layout.dp or 1) * layout.cp, layout.sharers()
     every = layout.inner * (layout.dp or 1)
     sums = 4 if config.gradient_dtype(every) == "float32" else 2
     reduced = sums / itemsize  # gradients beside parameters, in the dtype of their sums
-    across = matrices / within * (1 + reduced) * _others(copies // within)
     times = reduced + (2 if shard == "parameters" else 0)
     sent = {
         "tp": rows * layers * 8 * again * row * _others(layout.tp),
@@ -501,17 +477,16 @@ def _sent(
         "dp": (1 + reduced) * whole * _others(copies),
         "shard": rows * times * matrices * _others(within),
         "new": matrices * _others(within) if shard == "gradients" else 0.0,
-        "across": across,
+        "across": matrices / within * (1 + reduced) * _others(copies // within),
     }
     span = {
         "tp": layout.tp,
         "cp": layout.tp * layout.cp,
         "pp": layout.tp * layout.cp * layout.pp,
         "ep": layout.inner * layout.ep,
-        "dp": every,
-        "across": every,
+        **dict.fromkeys(("dp", "across"), every),
+        **dict.fromkeys(("shard", "new"), _copies(layout)[within - 1] + 1),
     }
-    span["shard"] = span["new"] = _copies(layout)[within - 1] + 1
     waited = {axis: bytes_ / asked.link(span[axis]) for axis, bytes_ in sent.items()}
     # The sum of gradients is hidden behind the last backward, new parameters are waited for. Layers
     # that are sharded gather and reduce while another layer runs.

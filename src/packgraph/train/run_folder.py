@@ -28,7 +28,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all, on_each, on_first
@@ -49,14 +49,7 @@ from packgraph.train.config.reading import (
 )
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import BOARD, METRICS, NAMES
-from packgraph.train.node_folders import (
-    TOKEN,
-    NodeFolders,
-    find_nodes,
-    sees,
-    shared_folder,
-    write_token,
-)
+from packgraph.train.node_folders import NodeFolders, find_nodes, shared_folder
 from packgraph.train.run_files import (
     CHECKSUM,
     RunFileError,
@@ -282,6 +275,8 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # others may own the folder of all runs
+            sync_folder(folder.parent)
         if (folder / CLAIM).exists() and not (folder / CLAIM).is_file():
             raise ConfigError(
                 [f"{folder / CLAIM}: this is no file, and a run is claimed by it; remove it"]
@@ -429,7 +424,7 @@ def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> Non
     """Agree that `folder`, which rank 0 has made, is on one file system that all ranks of `mesh`
     see.
 
-    Rank 0 writes a file with a random name and content, and all others look for it. Collective.
+    Collective.
 
     Args:
         folder: The run's folder, claimed by rank 0.
@@ -439,36 +434,19 @@ def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> Non
     Raises:
         RunFileError: On all ranks, naming those that do not see the file.
     """
-    name = on_first(mesh, lambda: _write_token(folder), RunFileError)
-    seen = sees(folder / name, PATIENCE_SECONDS if patience is None else patience)
-    blind = {
-        rank: host
-        for rank, (host, found) in enumerate(from_all(mesh, (socket.gethostname(), seen)))
-        if not found
-    }
-    if mesh.rank == 0:
-        with suppress(OSError):  # what is left is removed at the next start
-            (folder / name).unlink()
+    with writing(folder):
+        waits = PATIENCE_SECONDS if patience is None else patience
+        blind = find_nodes(folder, mesh, waits, apart=False).others
+    hosts = from_all(mesh, socket.gethostname())
     if blind:
         ranks = ("rank " if len(blind) == 1 else "ranks ") + ", ".join(map(str, blind))
         raise RunFileError(
-            f"{folder.absolute()}: {ranks} (on {', '.join(sorted(set(blind.values())))}) do not "
-            "see what rank 0 writes "
-            "there, so checkpoints would lack their shards. All processes must write to one shared "
-            "file system: give a "
-            "path on it that is the same on all nodes as --run.folder; or say "
-            "--run.per-node-folder, and checkpoints are gathered on the node of rank 0"
+            f"{folder.absolute()}: {ranks} (on {', '.join(sorted({hosts[n] for n in blind}))}) do "
+            "not see what rank 0 writes there, so checkpoints would lack their shards. All "
+            "processes must write to one shared file system: give a path on it that is the same on "
+            "all nodes as --run.folder; or say --run.per-node-folder, and checkpoints are gathered "
+            "on the node of rank 0"
         )
-
-
-def _write_token(folder: Path) -> str:
-    with writing(folder):
-        for leftover in folder.glob(TOKEN):
-            leftover.unlink()
-        name = write_token(folder)
-    with suppress(OSError):  # the run's folder is new there; others may own the folder of all runs
-        sync_folder(folder.parent)
-    return name
 
 
 def _clean(checkpoints: Path) -> None:
@@ -479,15 +457,9 @@ def _clean(checkpoints: Path) -> None:
         remove_leftovers(checkpoints)
 
 
-class StoredConfig(NamedTuple):
-    """Values of a run. note: what is to be said if they are not those of config.json."""
-
-    layer: ConfigLayer
-    note: str | None = None
-
-
-def stored_config(folder: Path) -> StoredConfig:
-    """The configuration of the run in `folder`.
+def stored_config(folder: Path) -> tuple[ConfigLayer, str | None]:
+    """The configuration of the run in `folder`, and what is to be said if it is not that of
+    config.json.
 
     Raises:
         ConfigError: If config.json cannot be read or is damaged, and no checkpoint holds the
@@ -495,20 +467,16 @@ def stored_config(folder: Path) -> StoredConfig:
     """
     path = folder / CONFIG
     if values := read_json(path, checked=True):
-        return StoredConfig(ConfigLayer(str(path), values))
+        return ConfigLayer(str(path), values), None
     for checkpoint in checkpoints_by_step(folder / CHECKPOINTS):
         try:
-            stored = read_state(checkpoint).state.get("config")
+            _, state, _ = read_state(checkpoint)
         except CheckpointError:
             continue
-        if isinstance(stored, Mapping):
-            return StoredConfig(
-                ConfigLayer(str(checkpoint / STATE), stored),
-                (
-                    f"{path} is missing, damaged or was edited: the configuration is that of "
-                    f"{checkpoint}, and is written "
-                    "anew; values are changed by options"
-                ),
+        if isinstance(stored := state.get("config"), Mapping):
+            return ConfigLayer(str(checkpoint / STATE), stored), (
+                f"{path} is missing, damaged or was edited: the configuration is that of "
+                f"{checkpoint}, and is written anew; values are changed by options"
             )
     # Of a run before configurations had checksums, or one that nothing can be said of.
     layer = load_file(path)
@@ -519,7 +487,7 @@ def stored_config(folder: Path) -> StoredConfig:
                 f"configuration. If you have edited it, remove its line {CHECKSUM!r}"
             ]
         )
-    return StoredConfig(layer)
+    return layer, None
 
 
 def config_layer(path: Path, resume: bool) -> ConfigLayer:
@@ -530,5 +498,5 @@ def config_layer(path: Path, resume: bool) -> ConfigLayer:
         ConfigError: If it cannot be read.
     """
     if resume and path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir():
-        return stored_config(path.parent).layer
+        return stored_config(path.parent)[0]
     return load_file(path)

@@ -1,4 +1,6 @@
-"""Signals and time limits: finish the step, save, then stop with an exit code that a scheduler
+"""Ends: of a run by signals and time limits, and of work in a thread.
+
+A run that is asked to stop finishes the step, saves, and stops with an exit code that a scheduler
 understands.
 
     SIGINT (Ctrl-C)      130     after any signal: at once
@@ -16,7 +18,31 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+
+
+class Outcome:
+    """Takes the error that ends its block, of whatever kind, for another thread.
+
+    Attributes:
+        error: That error, None where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.error = error
+        return True
+
 
 TIME_IS_UP = 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from packgraph.train.config.values import true_of
+
 WINDOW = 64  # good steps that are looked at
 LEAST = 16  # fewer say nothing about what is usual
 LAG = 2  # the limits of a step know the steps up to that many before it
@@ -87,15 +89,15 @@ class Spikes:
     def problem(self, step: int, loss: float, norm: float) -> str | None:
         """Message on what is wrong with a step; None if it is no spike."""
         limits = self.limits(step)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return f"loss {loss}, gradient norm {norm}"
-        if loss > limits.loss:
-            return f"loss {loss:.5g} is far above the usual (limit {limits.loss:.5g})"
-        if norm > limits.norm:
-            return f"gradient norm {norm:.5g} is far above the usual (limit {limits.norm:.5g})"
-        if norm < limits.least_norm:
-            return f"gradient norm {norm:.5g} is next to nothing: the model has stopped to learn"
-        return None
+        problems = {
+            f"loss {loss}, gradient norm {norm}": not math.isfinite(loss + norm),
+            f"loss {loss:.5g} is far above the usual (limit {limits.loss:.5g})": loss > limits.loss,
+            f"gradient norm {norm:.5g} is far above the usual (limit {limits.norm:.5g})": norm
+            > limits.norm,
+            f"gradient norm {norm:.5g} is next to nothing: the model has stopped to learn": norm
+            < limits.least_norm,
+        }
+        return next(iter(true_of(problems)), None)
 
     def judge(
         self,

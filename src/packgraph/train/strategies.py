@@ -57,7 +57,7 @@ from packgraph.parallel.ranks import everywhere, unanimous
 from packgraph.train.autotune import Autotune
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import GraphConfig, TrainConfig
-from packgraph.train.features.context import rank_rows
+from packgraph.train.features.context import rank_tokens
 from packgraph.train.features.offload import TrainerOffloading
 from packgraph.train.features.recompute import LeastRecompute
 from packgraph.train.feed import StepPack, count_loss_tokens
@@ -649,7 +649,7 @@ class PipelineExecutor(Executor):
         self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
     ) -> None:
         """chunks: this rank's part of the model, in the order of its stages."""
-        options = config.graph
+        options, parallel, tokens = config.graph, config.parallel, rank_tokens(config)
         super().__init__(options, device)
         links = make_links(mesh)
         self.slots = slot_counts(links.size, len(chunks))[links.rank]
@@ -675,8 +675,8 @@ class PipelineExecutor(Executor):
             getattr(torch, config.run.dtype),
             device,
             whole_steps=options.granularity == "step" and options.enabled,
-            row_parts=config.parallel.row_parts,
-            rank_rows=rank_rows(config),
+            row_parts=parallel.row_parts,
+            rank_rows=None if tokens is None else tokens // (parallel.row_parts // parallel.cp),
             updates=options.optimizer,
             agreement=unanimous(mesh.host_group) if options.optimizer else None,
         )
@@ -707,9 +707,9 @@ class PipelineExecutor(Executor):
             )
 
     def _bypass(self) -> Around:
-        if not self._options.enabled:
-            return eager(OFF)
-        return contextlib.nullcontext() if self.replays else eager(WARM_UP)
+        if self.replays and self._options.enabled:
+            return contextlib.nullcontext()
+        return eager(WARM_UP if self._options.enabled else OFF)
 
     def train_step(
         self,

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.models.foreign import in_one_line
+from packgraph.models.layers.prediction import LossSums
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -41,8 +42,7 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
-from packgraph.train.checkpoint.writer import load_tensors
+from packgraph.train.checkpoint.writer import checkpoint_to_resume, how_to_go_on, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -57,7 +57,6 @@ from packgraph.train.features.context import (
 )
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import MOST_ATTEMPTS, restore_room, room_of_experts
-from packgraph.train.features.prediction import FurtherLosses
 from packgraph.train.feed import PATIENCE, MicrobatchAssignment, NoDataError, StepFeed
 from packgraph.train.metrics import (
     METRICS,
@@ -164,7 +163,9 @@ class Trainer:
             self._whereabouts,
             view.note,
         )
-        self._further = FurtherLosses(self.model.chunks, config, self.mesh, device)
+        # Of further tokens: the last pipeline stage alone has any.
+        modules = [module for chunk in self.model.chunks for module in chunk.modules()]
+        self._further = [module for module in modules if isinstance(module, LossSums)]
         self.evaluation = Evaluation(
             config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
         )
@@ -276,7 +277,11 @@ class Trainer:
             )
         ended = COMPLETED
         try:
-            if self.config.run.async_checkpoints and self._saves_on_the_way():
+            every = self.config.run.checkpoint_every
+            due = (self.step // every + 1) * every if every else steps
+            # Before the last step; the best one is saved, too.
+            on_the_way = due < steps or (every and self.evaluation.enabled)
+            if self.config.run.async_checkpoints and on_the_way:
                 self._saves.prepare(self.tensors() | self._random_states(), self.device)
             self._saved_at, self._last_end = self.step, time.perf_counter()
             if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
@@ -302,12 +307,11 @@ class Trainer:
             self._others_stopped = True
         finally:
             self._log.close()
-        stopped = self.step < steps and self._must_stop()
-        if stopped:
+        code = {}
+        if self.step < steps and self._must_stop():
             ended = f"stopped by {stop.reason or 'a signal to another process'}"
-        summary = self._summary(ended)
-        if stopped:
-            summary["exit_code"] = stop.exit_code()
+            code = {"exit_code": stop.exit_code()}
+        summary = self._summary(ended) | code
         if self.mesh.rank == 0:
             write_json(self.folder / SUMMARY, summary)
         return summary
@@ -315,14 +319,11 @@ class Trainer:
     def _steps(self) -> str | None:
         """Train to the end, and save there. Returns why it ended; None if the run has gone back to
         a checkpoint."""
-        ended, steps, every = COMPLETED, self.config.run.steps, self.config.run.checkpoint_every
+        ended, steps, every = "", self.config.run.steps, self.config.run.checkpoint_every
         try:
             while self.step < steps and not self._must_stop():
-                if self.evaluation.ending is not None:
-                    ended = self.evaluation.ending
-                    break
-                if not self._one_step():
-                    ended = DATA_ENDED
+                ended = self.evaluation.ending or ("" if self._one_step() else DATA_ENDED)
+                if ended:
                     break
                 due = self.evaluation.is_due(self.step)
                 self._report(leave=0 if due else 1)
@@ -333,15 +334,7 @@ class Trainer:
         except GoBack as found:
             self._go_back(found)
             return None
-        return ended
-
-    def _saves_on_the_way(self) -> bool:
-        """Tells whether a checkpoint may be due before the last step."""
-        run = self.config.run
-        if not run.checkpoint_every:
-            return False
-        due = (self.step // run.checkpoint_every + 1) * run.checkpoint_every
-        return due < run.steps or self.evaluation.enabled  # the best one is saved
+        return ended or COMPLETED
 
     def _go_back(self, found: GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
@@ -435,7 +428,7 @@ class Trainer:
         step = LaunchedStep(
             fed.share,
             fed.loss_tokens,
-            learning_rate_of(self.config, self.step),
+            learning_rate_of(self.config.optimizer, self.config.run.steps, self.step),
             self.spikes.limits(self.step + 1),
             has_labels=any(batch.num_loss_tokens for batch in fed.packs),
         )
@@ -487,7 +480,13 @@ class Trainer:
         optimizer, zero = self.optimizer, torch.zeros_like(loss)
         wish = torch.full_like(loss, float(self.mesh.world > 1 and self._wants_to_stop()))
         told = loss if self.mesh.tells_loss else zero
-        totals = torch.cat([torch.stack([told, wish]), self._further.take()])
+        model = self.config.model if self.config.hf.path is None else None
+        further = torch.zeros(0 if model is None else model.mtp_layers, device=self.device)
+        # Ranks that split matrices all know the whole loss of their rows.
+        for sums in self._further:
+            taken = sums.take()
+            further = taken if self.mesh.place["tp"] == 0 else further
+        totals = torch.cat([torch.stack([told, wish]), further])
         if self.mesh.world > 1:
             dist.all_reduce(totals)
         blocked = zero if optimizer.overflow is None else optimizer.overflow.blocked
@@ -549,19 +548,14 @@ class Trainer:
             self._labelled = self._labelled or not unlabelled
             try:
                 if self.evaluation.is_due(number):  # no later step was launched
-                    row |= self._evaluate(number)
+                    began = time.perf_counter()
+                    self._whereabouts.at("evaluation", number)
+                    row |= self.evaluation.run(number)
+                    self.view.note(f"step {number}: {self.evaluation.in_words()}")
+                    self._last_end += time.perf_counter() - began  # the time of no step
             finally:
                 self._log.write(row)
                 self.view.show(row)
-
-    def _evaluate(self, step: int) -> dict[str, Any]:
-        """Evaluate after `step`; what its row gets. The time counts as none of a step."""
-        began = time.perf_counter()
-        self._whereabouts.at("evaluation", step)
-        found = self.evaluation.run(step)
-        self.view.note(f"step {step}: {self.evaluation.in_words()}")
-        self._last_end += time.perf_counter() - began
-        return found
 
     def _make_again(self) -> None:
         """Make room for experts, capture graphs of the new shapes and make all launched steps
@@ -593,22 +587,19 @@ class Trainer:
         self._report(leave=0)
         began = time.perf_counter()
         if self._saved_at != self.step:
-            self._check_weights()
+            weights = self.optimizer.flat.kept(self.model.parameters())
+            norms = torch._foreach_norm(weights, float("inf"))
+            largest = torch.stack([norm.float() for norm in norms]).max()
+            if not everywhere(self.mesh.everyone(), math.isfinite(largest.item())):
+                wrong = self.step, "a weight is not finite"
+                if self.config.run.on_spike == "rollback":
+                    self.spikes.must_go_back(*wrong, self._how_to_go_on)
+                raise NonFiniteLossError(self._how_to_go_on(*wrong))
             if self.config.run.checkpoint_every:
                 self._write_checkpoint(position, in_background=goes_on)
         if not goes_on:
             self._saves.wait()
         self._pause += time.perf_counter() - began
-
-    def _check_weights(self) -> None:
-        """Raise NonFiniteLossError, or GoBack, if a weight of any rank is not finite."""
-        weights = self.optimizer.flat.kept(self.model.parameters())
-        norms = torch._foreach_norm(weights, float("inf"))
-        largest = torch.stack([norm.float() for norm in norms]).max()
-        if not everywhere(self.mesh.everyone(), math.isfinite(largest.item())):
-            if self.config.run.on_spike == "rollback":
-                self.spikes.must_go_back(self.step, "a weight is not finite", self._how_to_go_on)
-            raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
 
     def _write_checkpoint(
         self, position: dict[str, Any] | None = None, *, in_background: bool = False

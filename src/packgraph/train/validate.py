@@ -1,14 +1,25 @@
 """Checks the sections of a run's configuration against each other, all reasons at once."""
 
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
 from packgraph.graphs.stages import scope_errors
+from packgraph.models.branches import routed_width
+from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
+from packgraph.models.layers.decoder import DecoderLayer
+from packgraph.ops.float8.linear import float8_layers, float8_problems, is_float8, size_problem
+from packgraph.ops.linear import NATIVE
+from packgraph.parallel.tensor import parts_of_layer
 from packgraph.train.config.sections import AUTO, TrainConfig
 from packgraph.train.config.values import true_of
 from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
-from packgraph.train.features.precision import problems_of_precision
 from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.metrics import missing_trackers
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
@@ -25,63 +36,51 @@ def validate(
     vocabulary: number of token ids of the tokenizer, when it is known already. world: processes of
     the run.
     """
-    backend = config.graph.backend
-    problems = {
-        "graph.backend = cuda needs a CUDA device; use auto, or recorder on the "
-        "CPU": config.graph.enabled and backend == "cuda" and device_type != "cuda",
-        "graph.backend = recorder runs on the CPU only; use auto, or run.device = "
-        "cpu": config.graph.enabled and backend == "recorder" and device_type == "cuda",
-        f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = "
-        f"{config.run.steps}; "
-        "lower it, or set graph.enabled = false": config.graph.enabled
-        and config.graph.warmup >= config.run.steps,
-        f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {config.run.steps}; "
-        "lower it": config.eval.every > config.run.steps,
-        "optimizer.gradients = bfloat16 needs run.dtype = bfloat16: weights in float32 have "
-        "gradients in float32": config.optimizer.gradients == "bfloat16"
-        and config.run.dtype == "float32",
-        f"model.mtp_layers = {config.model.mtp_layers} is for models of packgraph: with hf.path "
-        "the model's own code says what it predicts": config.hf.path is not None
-        and config.model.mtp_layers > 0,
-    }
-    problems |= {
-        f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB "
-        "or MiB": "%" in (config.graph.memory_budget or "") and device_type != "cuda",
-        "graph.memory_budget is not there yet with graph.granularity = step, whose graphs are "
-        "captured as steps come: "
-        "lower graph.capacities": config.graph.memory_budget is not None
-        and config.graph.granularity == "step",
-    }
-    regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
-    stages = (
-        named_stages(config.model) if config.hf.path is None else live_shape(config.hf.path).stages
-    )
-    scope = scope_errors(stages, config.graph.scope, regions)
-    problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
-    attention = config.model.attention_backend
-    problems[
-        f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; use "
-        "auto, or sdpa"
-    ] = attention in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16")
+    graph, run, model, options = config.graph, config.run, config.model, config.optimizer
+    size, attention = model.vocab_size, model.attention_backend
+    regions = "chunk" if graph.granularity == "step" else graph.granularity
+    stages = named_stages(model) if config.hf.path is None else live_shape(config.hf.path).stages
     bare = ", ".join(
         f"{capacity.tokens}x{capacity.documents}"
         for capacity in known_capacities(config)
         if capacity.bound < FEWEST_TOKENS
     )
-    problems |= {
+    problems = {
+        "graph.backend = cuda needs a CUDA device; use auto, or recorder on the CPU": graph.enabled
+        and graph.backend == "cuda"
+        and device_type != "cuda",
+        "graph.backend = recorder runs on the CPU only; use auto, or run.device = "
+        "cpu": graph.enabled and graph.backend == "recorder" and device_type == "cuda",
+        f"graph.warmup = {graph.warmup} leaves no step to replay in run.steps = {run.steps}; "
+        "lower it, or set graph.enabled = false": graph.enabled and graph.warmup >= run.steps,
+        f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {run.steps}; "
+        "lower it": config.eval.every > run.steps,
+        "optimizer.gradients = bfloat16 needs run.dtype = bfloat16: weights in float32 have "
+        "gradients in float32": options.gradients == "bfloat16" and run.dtype == "float32",
+        f"model.mtp_layers = {model.mtp_layers} is for models of packgraph: with hf.path the "
+        "model's own code says what it predicts": config.hf.path is not None
+        and model.mtp_layers > 0,
+        f"graph.memory_budget = {graph.memory_budget} needs a CUDA device; write it in GiB "
+        "or MiB": "%" in (graph.memory_budget or "") and device_type != "cuda",
+        "graph.memory_budget is not there yet with graph.granularity = step, whose graphs are "
+        "captured as steps come: lower graph.capacities": graph.memory_budget is not None
+        and graph.granularity == "step",
+        **{
+            f"graph.scope: {problem}": graph.enabled
+            for problem in scope_errors(stages, graph.scope, regions)
+        },
+        f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; use "
+        "auto, or sdpa": attention in ("flash", "varlen")
+        and (device_type, run.dtype) != ("cuda", "bfloat16"),
         f"graph.capacities: no label can remain in {bare}, since a document's first token is never "
-        "predicted; "
-        f"give documents room for {FEWEST_TOKENS} tokens": bool(bare),
+        f"predicted; give documents room for {FEWEST_TOKENS} tokens": bool(bare),
         f"buckets.max_tokens = {config.buckets.max_tokens} leaves no label, since a document's "
-        "first token is never "
-        f"predicted; it must be at least {FEWEST_TOKENS}": config.graph.capacities == "auto"
-        and config.buckets.max_tokens < FEWEST_TOKENS,
+        f"first token is never predicted; it must be at least {FEWEST_TOKENS}": (
+            graph.capacities == "auto" and config.buckets.max_tokens < FEWEST_TOKENS
+        ),
+        f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise "
+        "it": vocabulary is not None and size < vocabulary,
     }
-    if vocabulary is not None:
-        size = config.model.vocab_size
-        problems[
-            f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
-        ] = size < vocabulary
     found = true_of(problems)
     found += problems_of_recompute(config) + problems_of_precision(config, device_type)
     found += live_problems(config) + lora_problems(config)
@@ -136,3 +135,37 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
         "state on the device; leave one of them out": options.offload and inside,
     }
     return true_of(problems)
+
+
+def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:
+    """All reasons why the linear layers of a run cannot multiply as `model.precision` says."""
+    model = config.model
+    if not is_float8(model.precision):
+        return []
+    device = torch.device("cpu")
+    if device_type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda" if config.run.device == "auto" else config.run.device)
+    dtype = getattr(torch, config.run.dtype)
+    found = float8_problems(device, dtype, model.experts.enabled, model.precision)
+    if config.hf.path is not None:
+        found += live_shape(config.hf.path).in_float8(model.precision, model.bf16_ends)
+    else:
+        found += _problems_of_sizes(model, config.parallel.tp)
+    return [f"model.precision = {model.precision}: {problem}" for problem in found]
+
+
+def _problems_of_sizes(model: DecoderConfig, ranks: int) -> list[str]:
+    """Matrices of the layers in float8 whose sizes it does not take, once for all like layers.
+    ranks: which each matrix is split over."""
+    native, found = replace(model, precision=NATIVE), dict[str, None]()
+    inside = [n for n in range(model.num_layers) if is_float8(model.of_layer(n).precision)]
+    for number in {model.branches(n): n for n in inside}.values():
+        with torch.device("meta"):
+            layer: nn.Module = DecoderLayer(native, number)
+        parts = partial(parts_of_layer, ranks=ranks)
+        found |= dict.fromkeys(float8_layers(layer, model.precision, parts)[0])
+    experts = model.experts
+    if experts.enabled:
+        problem = size_problem(routed_width(model), experts.intermediate_size, model.precision)
+        found |= {} if problem is None else {f"experts: {problem}": None}
+    return [*found]

@@ -29,7 +29,7 @@ from packgraph.train.config.reading import ConfigError, one_problem
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import render
 from packgraph.train.features.live import CORRECT, packed_or_refused
-from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
+from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS
 from packgraph.verification.matrix import default_matrix, random_packs, ranks_matrix
 from packgraph.verification.module import Verification, verify
@@ -78,7 +78,7 @@ def verify_command(
                 verify_ranks(
                     title,
                     made,
-                    lambda: iter(open_data(made, device, launch.world)),
+                    lambda: iter(prepare(made, device, launch.world).microbatches),
                     device,
                     mesh,
                     one_process=one_process and several,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.layers.prediction import LossSums
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import parts_of
@@ -34,7 +35,6 @@ from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.sections import AUTO, NONE, TrainConfig
 from packgraph.train.features.context import rank_tokens
 from packgraph.train.features.moe import MOST_ATTEMPTS
-from packgraph.train.features.prediction import sums_of
 from packgraph.train.feed import MicrobatchAssignment, Packs, count_loss_tokens, take_step
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.strategies import MicrobatchExecutor, accumulate
@@ -155,8 +155,9 @@ class ComparedRun:
             self.optimizer.overflow.make_room()
         for block in moe_blocks(self.model.chunks):
             block.gate.load.zero_()  # an update would do so, where there was one it has
-        for sums in sums_of(self.model.chunks):
-            sums.take()
+        for module in (module for chunk in self.model.chunks for module in chunk.modules()):
+            if isinstance(module, LossSums):
+                module.take()
         self.made_again += 1
 
     def parameters(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.train.checkpoint.weights import shape_layer
+from packgraph.train.build import shape_layer
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import read_config
 

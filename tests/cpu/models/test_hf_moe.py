@@ -21,7 +21,7 @@ from packgraph.models.hf import (
 )
 from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.parallel.pieces import part_of
-from packgraph.train.checkpoint.weights import shape_layer
+from packgraph.train.build import shape_layer
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import read_config
 

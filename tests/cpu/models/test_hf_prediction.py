@@ -17,7 +17,7 @@ from packgraph.models.hf import WeightsError, fill_pretrained, load_pretrained, 
 from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.checkpoint.weights import load_weights, shape_layer
+from packgraph.train.build import load_weights, shape_layer
 
 DEEPSEEK = DecoderConfig(
     vocab_size=50,
@@ -157,7 +157,7 @@ def test_a_run_may_add_the_layers_fresh(wanted, tmp_path):
 def test_a_run_may_leave_the_layers_out(tmp_path):
     ours = randomised(DEEPSEEK, seed=1)
     save_pretrained(ours, tmp_path / "out")
-    assert shape_layer(str(tmp_path / "out")).values["model"]["mtp_layers"] == 1
+    assert shape_layer(str(tmp_path / "out")).values["model.mtp_layers"] == 1
     model = DecoderModel(WITHOUT)
     with pytest.warns(PackgraphWarning, match="which this model leaves out"):
         load_weights([model], str(tmp_path / "out"))

@@ -12,7 +12,7 @@ from packgraph.train.config.presets import LIVE, preset
 from packgraph.train.config.reading import ConfigLayer, read_config
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, ParallelConfig
 from packgraph.train.features.live import live_layer
-from packgraph.train.features.shard import most_sharded, with_chosen_shard
+from packgraph.train.launch import shard_choices, with_chosen_shard
 from packgraph.train.memory import SHARE, predicted_peak
 
 EIGHT = DecoderConfig(
@@ -65,7 +65,7 @@ def test_the_first_that_fits_is_chosen(world):
 def test_what_was_asked_stays():
     for shard in ALL:
         assert chosen(run(shard=shard), GIB) == (shard, [])
-        assert most_sharded(run(shard=shard), "cuda", 2) == run(shard=shard)
+        assert shard_choices(run(shard=shard), "cuda", 2) == [run(shard=shard)]
 
 
 def test_the_choice_says_why():

@@ -26,6 +26,7 @@ from packgraph.train.optimizer import Optimizer
 from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import Limits
+from packgraph.train.updates import adamw
 from packgraph.train.updates import host_state as host_states
 from packgraph.train.updates.adamw import fused_adamw
 from packgraph.train.updates.host_state import HostState
@@ -163,7 +164,7 @@ def test_what_stays_is_updated_in_equal_shares_between_copies(
 
     monkeypatch.setattr(optimizer, "make_copy_streams", lambda device: Streams(()))
     monkeypatch.setattr(optimizer, "HostState", functools.partial(HostState, piece=64))
-    monkeypatch.setattr(host_states, "fused_adamw", fused)
+    monkeypatch.setattr(adamw, "fused_adamw", fused)
     model, update = made(torch.bfloat16, 3072, offload=True)
     model(torch.ones(2, 17, dtype=torch.bfloat16)).sum().backward()
     update.step(0.1)

@@ -2,9 +2,9 @@
 bits of float32 copies of all of them, which are not made."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,19 +179,21 @@ def test_all_gradients_in_one_group_take_more(monkeypatch: pytest.MonkeyPatch) -
     assert taken() >= 4 * 2**15
 
 
-def test_groups_hold_every_element_once(group: int) -> None:
+def test_groups_hold_every_element_once(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces_of(monkeypatch, group)
     _, update = made(torch.bfloat16)
-    found: dict[int, list[slice]] = {}
-    for each in adamw._groups(update._updated, group):
-        assert sum(part.stop - part.start for _, part in each) <= group
-        assert len({update._updated[number].span.decays for number, _ in each}) == 1
-        for number, part in each:
-            found.setdefault(number, []).append(part)
-    for number, each in enumerate(update._updated):
-        ends = [0, *(part.stop for part in found[number])]
-        assert [part.start for part in found[number]] == ends[:-1]
-        assert ends[-1] == each.values.numel()
-        assert all(left < right for left, right in itertools.pairwise(ends))
+    with mock.patch.object(adamw, "fused_adamw") as calls:
+        update.step(1e-2)
+    groups = [(call.args[0][0], call.kwargs["decays"]) for call in calls.call_args_list]
+    assert all(0 < values.numel() <= group for values, _ in groups)
+    for each in update._updated:
+        first, size = each.values.data_ptr(), each.values.numel()
+        ends = [
+            (values.data_ptr() - first) // 4 + values.numel()
+            for values, decays in groups
+            if 0 <= values.data_ptr() - first < 4 * size and decays == each.span.decays
+        ]
+        assert ends == [*range(group, size, group), size]
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -26,7 +26,7 @@ from packgraph.train.config.sections import (
     TrainConfig,
 )
 from packgraph.train.metrics import METRICS, MetricsLog, fetch_late, read_metrics, summarize
-from packgraph.train.optimizer import Optimizer, learning_rate_at
+from packgraph.train.optimizer import Optimizer, learning_rate_of
 from packgraph.train.run_files import RunFileError, write_json
 from packgraph.train.run_folder import (
     CHECKPOINTS,
@@ -53,15 +53,13 @@ def test_learning_rate_warms_up_then_falls_to_its_floor(
     step: int, warmup: int, decay: int, fraction: float, schedule: str
 ) -> None:
     def rate(at: int) -> float:
-        return learning_rate_at(
-            at,
-            peak=2.0,
+        options = OptimizerConfig(
+            learning_rate=2.0,
             warmup_steps=warmup,
-            decay_steps=decay,
-            min_fraction=fraction,
-            schedule=schedule,
-            decay_share=0.2,
+            min_learning_rate_fraction=fraction,
+            schedule=schedule,  # type: ignore[arg-type]
         )
+        return learning_rate_of(options, decay, at)
 
     assert 0 < rate(step) <= 2.0 or fraction == 0
     if step < warmup:
@@ -73,18 +71,14 @@ def test_learning_rate_warms_up_then_falls_to_its_floor(
 
 def test_learning_rates_of_all_schedules() -> None:
     def rates(schedule: str) -> list[float]:
-        return [
-            learning_rate_at(
-                step,
-                peak=1.0,
-                warmup_steps=2,
-                decay_steps=12,
-                min_fraction=0.0,
-                schedule=schedule,
-                decay_share=0.2,
-            )
-            for step in range(13)
-        ]
+        options = OptimizerConfig(
+            learning_rate=1.0,
+            warmup_steps=2,
+            decay_steps=12,
+            min_learning_rate_fraction=0.0,
+            schedule=schedule,  # type: ignore[arg-type]
+        )
+        return [learning_rate_of(options, 100, step) for step in range(13)]
 
     assert rates("linear") == pytest.approx([0.5, 1, *(1 - step / 10 for step in range(11))])
     assert rates("wsd") == pytest.approx([0.5, *([1] * 10), 0.5, 0])

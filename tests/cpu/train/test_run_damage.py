@@ -93,7 +93,7 @@ def test_a_damaged_config_comes_from_the_newest_checkpoint(
     flip(folder / CHECKPOINTS / "step-00000006" / "state.json")
     (note,) = check_same_run(folder, CONFIGURATION)
     assert "config.json" in note and "step-00000004" in note
-    assert stored_config(folder).layer.values == whole
+    assert stored_config(folder)[0].values == whole
     go(folder, 8, True)
     assert read_json(folder / CONFIG)["run"]["steps"] == 8
 
@@ -108,11 +108,11 @@ def test_a_config_that_nothing_can_replace_is_a_clear_error(tmp_path: Path) -> N
 def test_no_flipped_bit_of_the_config_changes_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     go(folder, 2, False)
-    original, expected = (folder / CONFIG).read_bytes(), stored_config(folder).layer.values
+    original, expected = (folder / CONFIG).read_bytes(), stored_config(folder)[0].values
     for bit in random.Random(1).sample(range(8 * len(original)), 400):
         (folder / CONFIG).write_bytes(original)
         flip(folder / CONFIG, bit)
-        assert stored_config(folder).layer.values == expected
+        assert stored_config(folder)[0].values == expected
 
 
 def test_a_damaged_summary_is_made_anew(tmp_path: Path) -> None:

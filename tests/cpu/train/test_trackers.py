@@ -12,7 +12,7 @@ from trainkit import StopAfter, tiny, trainer
 
 from packgraph.train import metrics as module
 from packgraph.train.config.sections import RunConfig, TrainConfig
-from packgraph.train.metrics import NAMES, TensorBoard, Trackers
+from packgraph.train.metrics import NAMES, MetricsLog, TensorBoard
 from packgraph.train.run_files import RunFileError
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
@@ -157,7 +157,7 @@ def test_ctrl_c_and_files_of_the_run_pass(
             raise error
 
         monkeypatch.setattr(WandbRun, "log", fails)
-        opened = Trackers(tmp_path, 0, ["wandb"], {}, notes.append)
+        opened = MetricsLog(tmp_path, last_step=0, trackers=["wandb"], note=notes.append)
         with pytest.raises(type(error)):
             opened.write({"step": 1, "loss": 1.0})
     assert not notes
@@ -201,7 +201,13 @@ def test_the_real_ones_take_rows_without_a_network(
     notes: list[str] = []
     (tmp_path / "run").mkdir()
     for last in (0, 1):
-        opened = Trackers(tmp_path / "run", last, [name], {"run": {"steps": 2}}, notes.append)
+        opened = MetricsLog(
+            tmp_path / "run",
+            last_step=last,
+            trackers=[name],
+            config={"run": {"steps": 2}},
+            note=notes.append,
+        )
         opened.write({"step": last + 1, "loss": 2.5, "starting": True, "skipped": None})
         opened.close()
     assert not notes

@@ -37,7 +37,7 @@ from packgraph.parallel.ranks import beside, from_all
 from packgraph.train.checkpoint.writer import save_checkpoint
 from packgraph.train.memory import available_memory
 from packgraph.train.node_folders import NodeFolders
-from packgraph.train.outcome import Outcome
+from packgraph.train.signals import Outcome
 
 MOST = 0.5  # of the free host memory may be taken for copies
 ALIGNMENT = 64  # bytes between the beginnings of copies are a multiple of it
@@ -145,22 +145,25 @@ class Saves:
                 f"take {needed / 2**30:.1f} GiB of host memory, more than half of what is free"
             )
             return
-        staging, refused = None, ""
+        refused = ""
         try:
-            staging = Staging(tensors, device)
+            self._staging = Staging(tensors, device)
         except RuntimeError as error:  # of CUDA: the system lets a process lock so much alone
             refused = str(error)
-        reasons = [reason for reason in from_all(self._mesh, refused) if reason]
-        if reasons:
+        if reasons := [reason for reason in from_all(self._mesh, refused) if reason]:
             self._note(
                 "checkpoints are written while training waits: host memory for copies cannot be "
                 f"locked ({reasons[0]})"
             )
-            if staging is not None:
-                staging.close()
+            self._free()
             return
-        self._staging = staging
         self._beside = beside(self._mesh)
+
+    def _free(self) -> None:
+        """Give the memory for copies back, if there is any."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
 
     def write(
         self,
@@ -245,6 +248,4 @@ class Saves:
             elif self._outcome.error is not None:
                 self._note(str(self._outcome.error))
         finally:
-            staging, self._staging = self._staging, None
-            if staging is not None:
-                staging.close()
+            self._free()

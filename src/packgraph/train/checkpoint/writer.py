@@ -27,6 +27,7 @@ Format 1 had no checksum over `state.json` itself. It is still read, with a warn
 under way can go on; a file that has a checksum is checked whatever its format says.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -72,14 +73,6 @@ from packgraph.train.run_files import (
 FORMAT, OLD_FORMAT = "packgraph checkpoint 2", "packgraph checkpoint 1"
 STATE, METADATA = "state.json", ".metadata"
 COPY_AHEAD = 10_000_000  # bytes that torch's writer copies to the host before they are written
-
-
-class StoredState(NamedTuple):
-    """A state.json. files: name → size in bytes and SHA-256."""
-
-    step: int
-    state: dict[str, Any]
-    files: dict[str, tuple[int, str]]
 
 
 class FoundCheckpoint(NamedTuple):
@@ -138,9 +131,15 @@ def write_state(path: Path, content: Mapping[str, Any]) -> None:
     write_synced(path, json.dumps({**plain, CHECKSUM: checksum(plain)}))
 
 
-def read_state(path: Path) -> StoredState:
-    """The state.json of the checkpoint at `path`; its other files are not looked at. Raises
-    CheckpointError."""
+def read_state(path: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, str]]]:
+    """The state.json of the checkpoint at `path`; its other files are not looked at.
+
+    Returns:
+        Its step, its state, and the name of each file with its size in bytes and SHA-256.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is not what was written.
+    """
     file = path / STATE
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{file}: damaged: it is no file")
@@ -189,9 +188,7 @@ def read_state(path: Path) -> StoredState:
             raise CheckpointError(
                 f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
             )
-    return StoredState(
-        step, state, {name: (size, digest) for name, (size, digest) in files.items()}
-    )
+    return step, state, {name: (size, digest) for name, (size, digest) in files.items()}
 
 
 def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
@@ -460,18 +457,14 @@ def _write_tensors(
         failure = _first_failure(error)
         if isinstance(failure, OSError):
             raise failure from error
-        raise OSError(_short_of_space(folder, failure)) from error
-
-
-def _short_of_space(folder: Path, failure: BaseException) -> str:
-    """Reason why torch could not write: its writer says where its bytes ended, not that the disk is
-    full."""
-    said = _shown(failure)
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
-    except OSError:
+        # torch's writer says where its bytes ended, not that the disk is full.
         free = "the file system cannot be asked"
-    return f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): {said}"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
+        raise OSError(
+            f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): "
+            f"{_shown(failure)}"
+        ) from error
 
 
 def _shown(failure: BaseException) -> str:
@@ -524,3 +517,62 @@ def _prune(folder: Path, newest: int, keep: int, pinned: Collection[int | None])
         if path not in kept:
             doomed = path.rename(folder / (WRITING + path.name))
             shutil.rmtree(doomed)
+
+
+NEEDED = ("data", "random_device", "graphs")
+COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
+
+
+def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) -> FoundCheckpoint:
+    """The newest whole checkpoint in the folder of all checkpoints of a run, or the best.
+
+    device_type: of the run, `cpu` or `cuda`. best: that of the lowest loss; no other is taken where
+    it is damaged. Raises CheckpointError.
+    """
+    named = best_checkpoint(folder) if best else None
+    found = None if best else newest_whole_checkpoint(folder, NEEDED)
+    if named is not None:
+        found = FoundCheckpoint(named, *load_state(named, NEEDED), ())
+    if found is None:
+        raise CheckpointError(f"{folder}: there is no checkpoint to resume from")
+    wrong = [
+        name
+        for name in ("data", "graphs", "experts")
+        if not isinstance(found.state.get(name, {}), dict)
+    ]
+    graphs = {} if wrong else found.state["graphs"]
+    kinds = {name: dict if name == "fallbacks" else int | float for name in COUNTS}
+    if not all(isinstance(graphs.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError(
+            f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
+            "positions; go on from another checkpoint"
+        )
+    if found.state["random_device"] != device_type:
+        raise CheckpointError(
+            f"{found.path}: written on {found.state['random_device']}, this is {device_type}"
+            "; a run goes on bitwise only on the same kind of device (run.device)"
+        )
+    return found
+
+
+def how_to_go_on(folder: Path, newest: str, learning_rate: float) -> str:
+    """Advice on how to resume after training went wrong.
+
+    Args:
+        folder: Of all checkpoints.
+        newest: Path of the newest one; empty = there is none.
+        learning_rate: The peak that training went wrong with.
+    """
+    best = best_checkpoint(folder)
+    lowest = "" if best is None or str(best) == newest else f", that of the lowest loss {best}"
+    return (
+        "Training stopped; "
+        + (
+            f"the last good checkpoint is {newest}{lowest}. Go on from it with a lower learning "
+            "rate: --resume "
+            if newest
+            else "there is no checkpoint yet. Start again with a lower learning rate: "
+        )
+        + f"--optimizer.learning-rate {learning_rate / 3:.2g} (or a lower "
+        "--optimizer.clip-norm), or look at the data of this step"
+    )

@@ -17,25 +17,19 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
-from packgraph.train.config.reading import ConfigError, ConfigLayer, known_paths, overlay
+from packgraph.train.config.reading import ConfigError, ConfigLayer, overlay, walk
 from packgraph.train.config.sections import field_help
 from packgraph.train.config.values import (
-    FALSE_WORDS,
-    TRUE_WORDS,
     ValueProblem,
     choices_of,
     convert,
     describe,
-    flat,
-    is_section,
     render,
-    resolved_types,
     shown,
 )
 
 T = TypeVar("T")
 WHERE = "command line"
-DEEPEST = 8  # dots in an option; no section lies so deep
 WIDTH = 100  # columns of help
 # What most runs need, for `--help` without `all`.
 COMMON = (
@@ -103,20 +97,15 @@ class Leaf:
         return f"(default: {text.replace(',', ' ') if spaced else text})"
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+def leaves(section: Any) -> Iterator[Leaf]:
     """All leaves in order of declaration; defaults are the values in `section`."""
-    kinds = resolved_types(type(section))
-    for field in dataclasses.fields(section):
-        value, kind, more = getattr(section, field.name), kinds[field.name], field.metadata
-        if is_section(value):
-            yield from leaves(value, f"{prefix}{field.name}.")
-            continue
-        own = "help" in more
+    for path, owner, field, kind in walk(section):
+        more, own = field.metadata, "help" in field.metadata
         yield Leaf(
-            prefix + field.name,
+            path,
             kind,
-            value,
-            more["help"].format(own=section) if own else field_help(type(section), field.name),
+            getattr(owner, field.name),
+            more["help"].format(own=owner) if own else field_help(type(owner), field.name),
             "true" if kind is bool or bool in get_args(kind) else more.get("bare"),
             more.get("metavar", describe(kind).removesuffix(" or none" if own else "")),
             own,
@@ -169,11 +158,6 @@ def parse_arguments(words: Sequence[str], own: T, base: Any = None) -> ParsedArg
             else:
                 problems.append(f"{shown(word)}: not expected here; see --help")
             continue
-        if path.count(".") > DEEPEST:
-            problems.append(
-                f"{shown(name)}: unknown key; the deepest are like --model.latent.scaling.factor"
-            )
-            continue
         leaf = known.get(path)
         if path.startswith("no_") and path[3:] in known and known[path[3:]].kind is bool:
             path, value = path[3:], "false"
@@ -183,7 +167,7 @@ def parse_arguments(words: Sequence[str], own: T, base: Any = None) -> ParsedArg
                 problems.append(f"{leaf.option}: expected {describe(leaf.kind)}, got no value")
                 continue
             value = taken or ""
-        _put(own_values if path in mine else others, path, value)
+        (own_values if path in mine else others)[path] = value
     if "help" not in own_values:
         problems += [
             f"{leaf.option}: required"
@@ -221,29 +205,11 @@ def _take_value(leaf: Leaf | None, waiting: list[str], several: bool) -> str | N
 
 
 def _fits(word: str, leaf: Leaf) -> bool:
-    if leaf.kind is bool:
-        return word.lower() in TRUE_WORDS + FALSE_WORDS
     try:
         convert(word, leaf.kind, from_text=True)
     except ValueProblem:
         return False
     return True
-
-
-def _put(values: dict[str, Any], path: str, value: str) -> None:
-    """Set a dotted path in a nested dict; a scalar in the way gives way to the section."""
-    *sections, last = path.split(".")
-    for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
-            inner = values[section] = {}
-        values = inner
-    values[last] = value
-
-
-def dotted(values: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted paths of all leaves of a layer's values."""
-    return frozenset(flat(values))
 
 
 def options_help(base: Any, only: Collection[str] | None = None) -> str:
@@ -283,8 +249,8 @@ def _filled(text: str, first: str, further: str) -> str:
 
 
 def all_options(base: Any) -> list[str]:
-    """All option names, for tests."""
-    return ["--" + path.replace("_", "-") for path in known_paths(base)]
+    """All option names."""
+    return ["--" + path.replace("_", "-") for path, *_ in walk(base)]
 
 
 BASH = """\

@@ -2,7 +2,7 @@
 option."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.config.values import flat
 
 
 def qwen3_tiny() -> TrainConfig:
@@ -256,15 +257,13 @@ def data_layer(name: str, layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
     """The source of data that the ending of data.path says, where no layer names one. Raises
     ConfigError for a run of hf:PATH that has no data."""
 
-    def given(section: str, name: str) -> Any:
-        found = [layer.values.get(section) for layer in layers]
-        values = [one.get(name) for one in found if isinstance(one, Mapping)]
-        return next((value for value in reversed(values) if value is not None), None)
-
-    path = given("data", "path")
-    if given("data", "source") is not None:
+    given: dict[str, Any] = {}
+    for layer in layers:
+        given |= {key: value for key, value in flat(layer.values).items() if value is not None}
+    path = given.get("data.path")
+    if "data.source" in given:
         return []
-    if name == LIVE and path is None and given("hf", "path") is not None:
+    if name == LIVE and path is None and "hf.path" in given:
         raise ConfigError(
             ["hf:PATH needs data to train on: name a file by --data.path, such as chats.jsonl"]
         )

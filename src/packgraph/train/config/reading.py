@@ -16,7 +16,7 @@ import dataclasses
 import difflib
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,7 +71,8 @@ RETIRED: Mapping[str, tuple[Any, str]] = {
 class ConfigLayer:
     """Values from one place.
 
-    where: a file name or `command line`. text: leaves are text to parse. problems: what was wrong
+    where: a file name or `command line`. values: nested, or by dotted paths. text: leaves are text
+    to parse. problems: what was wrong
     before values could be told apart. others: options of the command itself, of which an unknown
     one may be meant. positional: paths that are given by their place among the words.
     """
@@ -102,57 +103,52 @@ def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
 
 def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
     """Variant of `read_config` that adds what is wrong to `problems`, and keeps `base` there."""
-    paths = known_paths(base)
+    kinds = {path: kind for path, _, _, kind in walk(base)}
+    sections = {path[:end] for path in kinds for end, dot in enumerate(path) if dot == "."}
     values: dict[str, Any] = {}
     for layer in layers:
         problems.extend(layer.problems)
-        _collect(base, layer, layer.values, "", [*paths, *layer.others], values, problems)
-    return _rebuild(base, "", values, problems, layers)
-
-
-def known_paths(section: Any, prefix: str = "") -> list[str]:
-    """Dotted paths of all leaves of a dataclass tree, in order of declaration."""
-    paths: list[str] = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        path = prefix + field.name
-        paths.extend(known_paths(value, path + ".") if is_section(value) else [path])
-    return paths
-
-
-def _collect(
-    section: Any,
-    layer: ConfigLayer,
-    given: Mapping[str, Any],
-    prefix: str,
-    known: list[str],
-    values: dict[str, Any],
-    problems: list[str],
-) -> None:
-    """Type the leaves of one layer into `values` (dotted path → value); walks sections
-    recursively."""
-    types = resolved_types(type(section))
-    for key, value in given.items():
-        name = key.replace("-", "_")
-        path = prefix + name
-        if path in RETIRED:
-            problems.extend(_retired(path, value, layer))
-        elif name not in types:
-            problems.extend(_unknown(path, value, layer, known))
-        elif is_section(getattr(section, name)):
-            if isinstance(value, Mapping):
-                _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
-            else:
-                one = next((key for key in known if key.startswith(path + ".")), path)
+        for path, value in _entries(layer.values, sections):
+            if path in RETIRED:
+                problems.extend(_retired(path, value, layer))
+            elif path in sections:
+                one = next(known for known in kinds if known.startswith(path + "."))
                 problems.append(
                     f"{layer.place(path)}: this is a section; set one of its keys, such as "
                     f"{layer.place(one)}"
                 )
+            elif path not in kinds:
+                problems.append(_unknown(path, value, layer, [*kinds, *layer.others]))
+            else:
+                try:
+                    values[path] = convert(value, kinds[path], from_text=layer.text)
+                except ValueProblem as problem:
+                    problems.append(f"{layer.place(path)}: {problem}")
+    return _rebuild(base, "", values, problems, layers)
+
+
+def walk(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
+    """Yields dotted path, section, field and type of all leaves of a dataclass tree, in order of
+    declaration."""
+    kinds = resolved_types(type(section))
+    for field in dataclasses.fields(section):
+        value, path = getattr(section, field.name), prefix + field.name
+        if is_section(value):
+            yield from walk(value, path + ".")
         else:
-            try:
-                values[path] = convert(value, types[name], from_text=layer.text)
-            except ValueProblem as problem:
-                problems.append(f"{layer.place(path)}: {problem}")
+            yield path, section, field, kinds[field.name]
+
+
+def _entries(
+    given: Mapping[str, Any], sections: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a layer, nested in `sections` or not, by their dotted paths."""
+    for key, value in given.items():
+        path = prefix + key.replace("-", "_")
+        if path in sections and isinstance(value, Mapping):
+            yield from _entries(value, sections, path + ".")
+        else:
+            yield path, value
 
 
 def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
@@ -166,21 +162,15 @@ def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
     return []
 
 
-def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
-    """Reports an unknown key: an unknown section of a file once, of options each of its keys."""
+def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> str:
+    """Reports an unknown key, or an unknown section of a file once."""
     if not isinstance(value, Mapping):
-        near = nearest(path, known)
+        near = nearest(path[:LONGEST_NAME], known)
         shown = f"--{near.replace('_', '-')}" if layer.text else near
-        return [f"{layer.place(path)}: unknown key, did you mean {shown}?"]
-    if layer.text:
-        return [
-            line
-            for key, inner in value.items()
-            for line in _unknown(f"{path}.{key}", inner, layer, known)
-        ]
+        return f"{layer.place(path)}: unknown key, did you mean {shown}?"
     sections = sorted({candidate.rpartition(".")[0] for candidate in known} - {""})
     near = max(sections, key=lambda section: _likeness(path, section), default="")
-    return [f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")]
+    return f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")
 
 
 def nearest(path: str, known: Sequence[str]) -> str:
@@ -221,7 +211,11 @@ def _rebuild(
         return dataclasses.replace(section, **changes)  # type: ignore[type-var]
     except ValueError as error:
         name = prefix.partition(".")[0]
-        files = [layer.where for layer in layers if not layer.text and name in layer.values]
+        files = [
+            layer.where
+            for layer in layers
+            if not layer.text and any(key.partition(".")[0] == name for key in layer.values)
+        ]
         of = f" (values of {', '.join(files)})" if files else ""
         problems.append(f"section {prefix[:-1]}: {error}{of}" if prefix else str(error))
         return section

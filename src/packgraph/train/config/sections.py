@@ -31,6 +31,15 @@ def _refuse(problems: dict[str, bool]) -> None:
         raise ValueError("; ".join(found))
 
 
+def _path_problems(what: str, paths: dict[str, str]) -> dict[str, bool]:
+    """The problems of options, by name, that no file or folder can have as its path."""
+    return {
+        f"{name} {what}, got {shown(path)}: {problem}": True
+        for name, path in paths.items()
+        if (problem := path_problem(path))
+    }
+
+
 MOST_WORKERS = 1024  # processes of a rank
 
 
@@ -189,13 +198,12 @@ class GraphConfig:
         """The shapes graphs are captured for, smallest first: the capacities with the documents cap
         put in."""
         cap = self.max_documents
-        capped = {
-            dataclasses.replace(
-                capacity, documents=min(capacity.documents, cap or capacity.documents)
-            )
-            for capacity in self.declared_capacities()
-        }
-        return sorted(capped)
+        return sorted(
+            {
+                dataclasses.replace(one, documents=min(one.documents, cap or one.documents))
+                for one in self.declared_capacities()
+            }
+        )
 
     def packing_capacities(self) -> list[Capacity]:
         """The shapes packs may have, smallest first: the captured ones and, under a documents cap,
@@ -291,24 +299,17 @@ class ParallelConfig:
             "ep": self.ep,
             "expert_room": self.expert_room,
         }
+        ranks, rows = self.shard_ranks, self.expert_stash_page_rows
+        device, host = self.expert_stash, self.expert_stash_host
+        text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
         problems = {
-            f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()
-        }
-        problems[
+            **{f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()},
             f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use "
-            "padded or "
-            "host_splits"
-        ] = self.dispatcher == "local" and self.ep > 1
-        ranks = self.shard_ranks
-        problems |= {
+            "padded or host_splits": self.dispatcher == "local" and self.ep > 1,
             f"shard_ranks must be 0, for all replicas, or at least 2, got {ranks}": ranks < 0
             or ranks == 1,
             f"shard_ranks = {ranks} is how many replicas share a layer, but shard = none shares "
             "none; give shard = parameters, or leave it out": ranks > 1 and self.shard == "none",
-        }
-        device, host, rows = self.expert_stash, self.expert_stash_host, self.expert_stash_page_rows
-        text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
-        problems |= {
             f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
             or 0 < device + max(host, 0) < 1,
             f"expert_stash_host must not be negative, got {host}": host < 0,
@@ -436,39 +437,38 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "log_every", "keep_checkpoints")
+        unknown, name = sorted(set(self.tracker) - set(TRACKERS)), self.name
+        whole = f"{self.folder}/{name or ''}"
         problems = {
-            f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
-            for name in counts
+            **{
+                f"{count} must be at least 1, got {getattr(self, count)}": getattr(self, count) < 1
+                for count in counts
+            },
+            f"max_minutes must be more than 0, got {self.max_minutes}": self.max_minutes is not None
+            and self.max_minutes <= 0,
+            f"timeout must be at least 5 seconds, got {self.timeout}": self.timeout < 5,
+            f"checkpoint_every must not be negative, got {self.checkpoint_every}": (
+                self.checkpoint_every < 0
+            ),
+            "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes none": (
+                self.on_spike == "rollback" and self.checkpoint_every == 0
+            ),
+            f"name must be the name of one folder, got {shown(name)}": name is not None
+            and (name.strip() in ("", ".", "..") or "/" in name or "\\" in name),
+            "folder must name the folder that is to hold all runs; . is the current one": (
+                not self.folder
+            ),
+            **_path_problems(
+                "cannot be the path of a folder",
+                {"folder and name": whole, "init_from": self.init_from or ""},
+            ),
+            f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}": (
+                bool(unknown)
+            ),
+            f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}": (
+                re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
+            ),
         }
-        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (
-            self.max_minutes is not None and self.max_minutes <= 0
-        )
-        problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
-        problems[f"checkpoint_every must not be negative, got {self.checkpoint_every}"] = (
-            self.checkpoint_every < 0
-        )
-        problems[
-            "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes none"
-        ] = self.on_spike == "rollback" and self.checkpoint_every == 0
-        bad_name = self.name is not None and (
-            self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name
-        )
-        problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name
-        problems[
-            "folder must name the folder that is to hold all runs; . is the current one"
-        ] = not self.folder
-        whole = f"{self.folder}/{self.name or ''}"
-        for name, path in {"folder and name": whole, "init_from": self.init_from or ""}.items():
-            problem = path_problem(path)
-            problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
-                problem is not None
-            )
-        unknown = sorted(set(self.tracker) - set(TRACKERS))
-        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
-            bool(unknown)
-        )
-        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
-        problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
 
 
@@ -630,12 +630,12 @@ class DataConfig:
             "epochs": self.epochs,
             "max_documents_loaded": self.max_documents_loaded,
         }
-        problems = {
-            f"{name} must be at least 1, got {value}": value is not None and value < 1
-            for name, value in least.items()
-        }
         reads, seconds = self.source in NEEDS_PATH, self.worker_timeout
-        problems |= {
+        problems = {
+            **{
+                f"{name} must be at least 1, got {value}": value is not None and value < 1
+                for name, value in least.items()
+            },
             f"seed must not be negative, got {self.seed}": self.seed < 0,
             f"prefetch must not be negative, got {self.prefetch}": self.prefetch < 0,
             f"worker_timeout must be at least 1 second, got {seconds}": not 1 <= seconds < math.inf,
@@ -650,11 +650,10 @@ class DataConfig:
             and not self.mixture,
             f"path is set ({self.path}), but source = {self.source} reads none; set source to one "
             f"of {', '.join(NEEDS_PATH)}": not reads and bool(self.path),
-        }
-        problems |= {
-            f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}": True
-            for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer))
-            if (problem := path_problem(path))
+            **_path_problems(
+                "cannot be the path of a file or folder",
+                {"path": self.path or "", "tokenizer": self.tokenizer},
+            ),
         }
         _refuse(problems)
 
@@ -717,10 +716,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         problems = {
-            f"{name} must not be negative, got {getattr(self, name)}": getattr(self, name) < 0
-            for name in ("every", "tokens", "patience")
-        }
-        problems |= {
+            **{
+                f"{name} must not be negative, got {getattr(self, name)}": getattr(self, name) < 0
+                for name in ("every", "tokens", "patience")
+            },
             f"share must lie in [0, 1), got {self.share}": not 0 <= self.share < 1,
             "path and share are two ways to say what is evaluated on: give one of them": bool(
                 self.path and self.share
@@ -730,11 +729,11 @@ class EvalConfig:
             "path, tokens and patience are of evaluations, so they need every": self.every == 0
             and bool(self.path or self.tokens or self.patience),
             "path names one file or folder twice": len(set(self.path)) < len(self.path),
-        }
-        problems |= {
-            f"path cannot be that of a file or folder, got {shown(path)}: {problem}": True
-            for path in self.path
-            if (problem := path_problem(path))
+            **{
+                f"path cannot be that of a file or folder, got {shown(path)}: {problem}": True
+                for path in self.path
+                if (problem := path_problem(path))
+            },
         }
         _refuse(problems)
 
@@ -752,10 +751,10 @@ class HfConfig:
     random: bool = False
 
     def __post_init__(self) -> None:
-        problem, path = path_problem(self.path or ""), self.path
+        path = self.path or ""
         problems = {
-            f"path cannot be the path of a folder, got {shown(path)}: {problem}": bool(problem),
-            "path must name a folder with a config.json; . is the current one": path == "",
+            **_path_problems("cannot be the path of a folder", {"path": path}),
+            "path must name a folder with a config.json; . is the current one": self.path == "",
             "random is of a model of transformers, so it needs a path": self.random and not path,
         }
         _refuse(problems)
@@ -856,6 +855,5 @@ def field_help(section: type, name: str) -> str:
         text,
         re.DOTALL,
     )
-    if found is None:
-        return FURTHER_HELP.get(name, "")
-    return " ".join(found[1].split()).rstrip(".")
+    help_ = FURTHER_HELP.get(name, "") if found is None else found[1]
+    return " ".join(help_.split()).rstrip(".")

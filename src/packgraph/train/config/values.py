@@ -40,12 +40,14 @@ def true_of(problems: Mapping[str, bool]) -> list[str]:
     return [text for text, wrong in problems.items() if wrong]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping)
-        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values by their dotted names. No recursion: a file may be nested deeply."""
+    found, waiting = dict[str, Any](), list(values.items())
+    for name, value in waiting:
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        else:
+            found[name] = value
     return found
 
 

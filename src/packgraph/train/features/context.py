@@ -66,20 +66,17 @@ from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, d
 from packgraph.train.random_state import random_states, set_random_states
 
 
-def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
-    """Maps each number of ranks over 1 that may share a row to how they share attention.
+def context_choices(
+    config: TrainConfig, sizes: Iterable[int] | None = None
+) -> dict[int, ContextChoice]:
+    """Maps each number of ranks over 1 that may share a row (None: in a run of `config`) to how
+    they share attention.
 
     Raises ValueError where that cannot be, which `validate` finds first.
     """
     parallel = config.parallel
-    return choices_of(
-        config, {parallel.cp, *(parallel.context_sizes if parallel.dynamic_cp else ())}
-    )
-
-
-def choices_of(config: TrainConfig, sizes: Iterable[int]) -> dict[int, ContextChoice]:
-    """Variant of `context_choices` for `sizes`, those over 1."""
-    parallel = config.parallel
+    if sizes is None:
+        sizes = (parallel.cp, *(parallel.context_sizes if parallel.dynamic_cp else ()))
     return {
         size: context_choice(config.model, size, parallel.tp, parallel.cp_kind)
         for size in sorted({*sizes} - {1})
@@ -101,12 +98,7 @@ def places_multiple(config: TrainConfig) -> int:
     return 1 if config.parallel.cp_kind == "ulysses" else common_multiple(context_choices(config))
 
 
-def context_notes(config: TrainConfig) -> list[str]:
-    """Notes on rows that are cut in zigzag; none where no row is."""
-    return notes_of(context_choices(config))
-
-
-def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
+def context_notes(choices: Mapping[int, ContextChoice]) -> list[str]:
     """Notes on rows that are cut in zigzag; none where no row is."""
     cut = {size: choices[size] for size in zigzag_sizes(choices)}
     why = "; ".join(f"{size} ranks: {choice.reason}" for size, choice in cut.items())
@@ -144,16 +136,6 @@ def rank_tokens(config: TrainConfig) -> int | None:
         return None
     return (
         max(capacity.tokens for capacity in config.graph.packing_capacities()) // config.parallel.cp
-    )
-
-
-def rank_rows(config: TrainConfig) -> int | None:
-    """Rows of hidden states that a rank has of whatever row; None as for `rank_tokens`."""
-    tokens = rank_tokens(config)
-    return (
-        None
-        if tokens is None
-        else tokens // (config.parallel.tp if config.parallel.splits_rows else 1)
     )
 
 
@@ -249,38 +231,29 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
             "parallel.dynamic_cp = true": parallel.min_cp > 1,
         }
         return true_of(fixed)
-    sizes = ", ".join(map(str, context_sizes(parallel.cp)))
+    sizes = context_sizes(parallel.cp)
+    known = () if graph.capacities == "auto" else graph.declared_capacities()
+    several = sorted({capacity.tokens for capacity in known})
     problems = {
         f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may share a "
-        f"row with parallel.cp = {parallel.cp}: {sizes}": parallel.min_cp
-        not in context_sizes(parallel.cp),
+        f"row with parallel.cp = {parallel.cp}: {', '.join(map(str, sizes))}": parallel.min_cp
+        not in sizes,
         "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; give "
-        "the ranks that the "
-        "longest document needs": parallel.cp == 1,
+        "the ranks that the longest document needs": parallel.cp == 1,
         "parallel.dynamic_cp with graph.granularity = step is not there: which rows a rank has "
-        "differs from step to "
-        "step and from rank to rank, so nearly every step would be captured anew; use layer or "
-        "chunk": graph.enabled and graph.granularity == "step",
+        "differs from step to step and from rank to rank, so nearly every step would be captured "
+        "anew; use layer or chunk": graph.enabled and graph.granularity == "step",
         "parallel.dynamic_cp needs graph.capacities that are named, such as 8192x16,8192x64: the "
-        "tokens of a row on "
-        "parallel.cp ranks, and places for documents; auto chooses for rows of one number of "
-        "ranks": graph.capacities == "auto",
-    }
-    known = () if graph.capacities == "auto" else graph.declared_capacities()
-    if len({capacity.tokens for capacity in known}) > 1:
-        several = ", ".join(
-            str(tokens) for tokens in sorted({capacity.tokens for capacity in known})
-        )
-        problems[
-            "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
-            "parallel.cp = "
-            f"{parallel.cp} ranks (shorter rows follow from it), not {several}"
-        ] = True
-    problems[
+        "tokens of a row on parallel.cp ranks, and places for documents; auto chooses for rows of "
+        "one number of ranks": graph.capacities == "auto",
+        "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
+        f"parallel.cp = {parallel.cp} ranks (shorter rows follow from it), not "
+        f"{', '.join(map(str, several))}": len(several) > 1,
         "parallel.dynamic_cp bounds documents by the ranks they get, so capacities cannot have a "
-        "longest document "
-        "of their own; leave it out"
-    ] = any(capacity.bound != capacity.tokens for capacity in known)
+        "longest document of their own; leave it out": any(
+            capacity.bound != capacity.tokens for capacity in known
+        ),
+    }
     return true_of(problems)
 
 

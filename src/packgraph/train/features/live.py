@@ -188,11 +188,11 @@ def live_problems(config: TrainConfig) -> list[str]:
     axes = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}
     here = {field: getattr(config.model, field) for field in sizes}
     problems = {
-        f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
-        "(parallel.dp)": size > 1
-        for name, size in axes.items()
-    }
-    problems |= {
+        **{
+            f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
+            "(parallel.dp)": size > 1
+            for name, size in axes.items()
+        },
         "offload.modules are those of models of packgraph, not of hf:PATH": bool(
             config.offload.modules
         ),
@@ -223,22 +223,17 @@ def build_live(
     shape = config.model
     made = _deferred(library, path, dtype, device, weights, config.hf.random) if deferred else None
     if made is None:
-        made = _whole(library, path, dtype, weights and not config.hf.random, config.run.seed)
+        if weights and not config.hf.random:
+            made = _pretrained(library, Path(path).expanduser(), dtype)
+        else:  # values are drawn on the host, so that they do not depend on the device
+            with torch.random.fork_rng(devices=[]), _of_config(path):
+                torch.manual_seed(config.run.seed)
+                made = library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
         if deferred:
             defer_copies(made, device)
         else:
             made = made.to(device)
     return packed(made, precision=shape.precision, bf16_ends=shape.bf16_ends)
-
-
-def _whole(library: Any, path: str, dtype: torch.dtype, reads: bool, seed: int) -> Any:
-    """The model with all its values, on the host."""
-    if reads:
-        return _pretrained(library, Path(path).expanduser(), dtype)
-    # Values are drawn on the host, so that they do not depend on the device.
-    with torch.random.fork_rng(devices=[]), _of_config(path):
-        torch.manual_seed(seed)
-        return library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
 
 
 def _deferred(

@@ -42,7 +42,9 @@ def lora_problems(config: TrainConfig) -> list[str]:
     """Lists what keeps a run from training adapters as asked."""
     if not config.lora.enabled:
         return []
-    model, parallel = config.model, config.parallel
+    model, parallel, live = config.model, config.parallel, config.hf.path is not None
+    known = _linear_layers(config)
+    missing = sorted({*(config.lora.targets or ())} - known)
     problems = {
         "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
         is None,
@@ -51,24 +53,18 @@ def lora_problems(config: TrainConfig) -> list[str]:
             parallel.tp, parallel.cp, parallel.pp, parallel.ep
         )
         > 1,
-    }
-    if config.hf.path is None:
-        problems[
-            "lora.rank is for models of attention and dense feed-forward layers, or hf:PATH"
-        ] = model.experts.enabled or model.latent.enabled or bool(model.pattern)
-        problems[
-            f"lora.rank with model.mtp_layers = {model.mtp_layers} is not there yet: layers of "
-            "multi-token prediction are trained whole"
-        ] = model.mtp_layers > 0
-        known = OWN_LINEAR
-    else:
-        known = live_shape(config.hf.path).linear
-    missing = sorted({*(config.lora.targets or ())} - known)
-    problems[
+        "lora.rank is for models of attention and dense feed-forward layers, or hf:PATH": not live
+        and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
+        f"lora.rank with model.mtp_layers = {model.mtp_layers} is not there yet: layers of "
+        "multi-token prediction are trained whole": not live and model.mtp_layers > 0,
         f"lora.targets: no linear layer is called {', '.join(missing)}; there are "
-        f"{', '.join(sorted(known))}"
-    ] = bool(missing)
+        f"{', '.join(sorted(known))}": bool(missing),
+    }
     return true_of(problems)
+
+
+def _linear_layers(config: TrainConfig) -> frozenset[str]:
+    return OWN_LINEAR if config.hf.path is None else live_shape(config.hf.path).linear
 
 
 def add_adapters(model: DecoderModel | PackedModel, config: TrainConfig) -> None:
@@ -88,11 +84,10 @@ def add_adapters(model: DecoderModel | PackedModel, config: TrainConfig) -> None
 def _options(config: TrainConfig) -> Any:
     peft: Any = importlib.import_module("peft")
     lora = config.lora
-    known = OWN_LINEAR if config.hf.path is None else live_shape(config.hf.path).linear
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
-        target_modules=sorted(lora.targets or known),
+        target_modules=sorted(lora.targets or _linear_layers(config)),
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.hf.path,

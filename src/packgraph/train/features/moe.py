@@ -70,6 +70,7 @@ from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import true_of
 from packgraph.train.features.context import longest_row
 
 MOST_ATTEMPTS = 5  # to make a step; room grows to what was needed, so a second one is rare
@@ -125,22 +126,16 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
     parallel = config.parallel
     if not config.model.experts.enabled or parallel.dispatcher_name != "symmetric":
         return []
-    problem, found = symmetric_problem(torch.device(device_type), parallel.ep), []
-    if problem is not None:
-        found = [
-            f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; use "
-            "dispatcher = "
-            "padded"
-        ]
-    if config.graph.compile and config.offload.modules:
-        found.append(
-            "offload.modules with graph.compile and parallel.dispatcher = symmetric is not there "
-            "yet: all "
-            "that a compiled layer saves would move, the memory that other ranks read among it; "
-            "leave one of "
-            "them out, or use dispatcher = padded"
-        )
-    return found
+    problem = symmetric_problem(torch.device(device_type), parallel.ep)
+    problems = {
+        f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; use "
+        "dispatcher = padded": problem is not None,
+        "offload.modules with graph.compile and parallel.dispatcher = symmetric is not there yet: "
+        "all that a compiled layer saves would move, the memory that other ranks read among it; "
+        "leave one of them out, or use dispatcher = padded": config.graph.compile
+        and bool(config.offload.modules),
+    }
+    return true_of(problems)
 
 
 def make_buffers(
@@ -194,11 +189,8 @@ def planned_pages(
 ) -> int:
     """Pages for what is in flight on this rank, of `factor` times the rows that equally busy
     experts would get."""
-    in_flight = [1] * len(
-        model.chunks
-    )  # the backward follows at once, however many slots there are
-    if mesh.size("pp") > 1:
-        in_flight = list(slot_counts(mesh.size("pp"), len(model.chunks))[mesh.place["pp"]])
+    # Without a pipeline one: the backward follows at once, however many slots there are.
+    in_flight = slot_counts(mesh.size("pp"), len(model.chunks))[mesh.place["pp"]]
     records = sum(
         len(moe_blocks([chunk])) * slots
         for chunk, slots in zip(model.chunks, in_flight, strict=True)
@@ -236,9 +228,7 @@ class Overflow:
         stash: Stash | None = None,
     ) -> None:
         self._chunks, self._stash = chunks, stash
-        self._blocks = [
-            block for block in moe_blocks(chunks) if isinstance(block.dispatcher, Budgeted)
-        ]
+        self._blocks = budgeted(chunks)
         self._group = group
         self.blocked = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -325,8 +315,7 @@ def set_pages(stash: Stash, pages: int, blocks: Sequence[MoEBlock]) -> None:
 def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
     """Room for `factor` in these layers, whose dispatchers have a budget; inf = for whatever comes.
     Collective."""
-    dispatchers = [block.dispatcher for block in blocks if isinstance(block.dispatcher, Budgeted)]
-    for block, larger in zip(blocks, with_factor(dispatchers, factor), strict=True):
+    for block, larger in zip(blocks, with_factor(_budgets(blocks), factor), strict=True):
         block.dispatcher = larger
 
 
@@ -342,7 +331,8 @@ def room_of_experts(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> dict
         if stash is not None
         else 0.0
     )
-    rows = max((dispatcher.factor for _, dispatcher in _budgets(model)), default=0.0)
+    budgets = _budgets(budgeted(model.chunks))
+    rows = max((dispatcher.factor for dispatcher in budgets), default=0.0)
     every = gather_numbers(mesh.everyone(), [rows, pages])
     return {"rows": max(rows for rows, _ in every), "pages": max(pages for _, pages in every)}
 
@@ -353,12 +343,11 @@ def restore_room(
     """Give layers and stash what `room_of_experts` has said, before the first capture: the same on
     all ranks, since it may be collective. Returns what was done, for a person.
     """
-    told, budgets = [], _budgets(model)
-    if budgets:
-        dispatcher = budgets[0][1]  # all have the same room
+    told, blocks = [], budgeted(model.chunks)
+    for dispatcher in _budgets(blocks[:1]):  # all have the same room
         rows = min(saved.get("rows", 0.0), dispatcher.most_factor)
         if rows > dispatcher.factor:
-            give_room([block for block, _ in budgets], rows)
+            give_room(blocks, rows)
             told.append(
                 f"experts go on with {rows:.2f} times the room of a balanced load, as they had at "
                 "last"
@@ -376,12 +365,13 @@ def restore_room(
     return told
 
 
-def _budgets(model: ModelChunks) -> list[tuple[MoEBlock, Budgeted]]:
-    return [
-        (block, block.dispatcher)
-        for block in moe_blocks(model.chunks)
-        if isinstance(block.dispatcher, Budgeted)
-    ]
+def budgeted(chunks: Sequence[nn.Module]) -> list[MoEBlock]:
+    """Layers with experts whose dispatchers have a budget."""
+    return [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, Budgeted)]
+
+
+def _budgets(blocks: Sequence[MoEBlock]) -> list[Budgeted]:
+    return [block.dispatcher for block in blocks if isinstance(block.dispatcher, Budgeted)]
 
 
 def _stash(model: ModelChunks) -> Stash | None:

@@ -22,7 +22,7 @@ then from what graphs and their copies did.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.parallel.ranks import from_all, gather
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, one_problem
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.features.recompute import AUTO, recomputed_stages
 from packgraph.train.run_files import writing
@@ -56,19 +56,10 @@ TRIAL = 2  # steps by the graphs of a first plan
 FOLDER = "offload"
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Offload plan of one chunk. measured: what it was planned by, with all microbatches in
-    flight."""
-
-    measured: OffloadTrace
-    speed: CopySpeed
-    plan: OffloadPlan
-
-
 class Planner:
     """Plans for one chunk as the options of a run say. speed: of copies, as far as it is known.
-    planned: what came of it, None before."""
+    planned: what came of it, None before, and what it was planned by, with all microbatches in
+    flight."""
 
     def __init__(
         self, options: OffloadConfig, rank: int, slots: int, one_pool: bool = True
@@ -78,7 +69,7 @@ class Planner:
         now."""
         self._options, self._rank, self._slots, self._one_pool = options, rank, slots, one_pool
         self.speed = CopySpeed()
-        self.planned: Planned | None = None
+        self.planned: tuple[OffloadTrace, CopySpeed, OffloadPlan] | None = None
         self.by_times = options.budget is not None or options.lost is not None
 
     def __call__(self, trace: OffloadTrace) -> OffloadPlan:
@@ -87,26 +78,20 @@ class Planner:
         if not self._one_pool:
             measured = replace(measured, forward_room=0, backward_room=())
         knobs, budget = options.knobs(), options.budget_bytes()
-        if budget is not None:
-            try:
-                plan = plan_for_bytes(
-                    measured, speed, budget, knob_moves(measured, knobs, self._rank)
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    [
-                        f"offload.budget = {options.budget}: {error} (fraction, margin and "
-                        "min_bytes of "
-                        "offload say what may)"
-                    ]
-                ) from error
-        elif options.lost is not None:
-            plan = plan_for_time(
-                measured, speed, options.lost, knob_moves(measured, knobs, self._rank)
-            )
-        else:
+        moves = knob_moves(measured, knobs, self._rank)
+        if options.lost is not None:
+            plan = plan_for_time(measured, speed, options.lost, moves)
+        elif budget is None:
             plan = plan_by_knobs(measured, speed, knobs, self._rank)
-        self.planned = Planned(measured, speed, plan)
+        else:
+            try:
+                plan = plan_for_bytes(measured, speed, budget, moves)
+            except ValueError as error:
+                raise one_problem(
+                    f"offload.budget = {options.budget}: {error} (fraction, margin and min_bytes "
+                    "of offload say what may)"
+                ) from error
+        self.planned = measured, speed, plan
         return plan
 
 
@@ -130,13 +115,8 @@ class TrainerOffloading:
         plan before. everyone: all ranks of the run, None = this process alone. captures: whether
         there will be graphs of whole passes. modules: that may move, however layers are
         recomputed."""
-        self._modules = modules
-        self.runtimes, self.planners, self._warmup, self._device = (
-            list(runtimes),
-            list(planners),
-            warmup,
-            device,
-        )
+        self.runtimes, self.planners = list(runtimes), list(planners)
+        self._warmup, self._device, self._modules = warmup, device, modules
         self._everyone = everyone
         self.planned_by = "eager microbatches"
         self.trial_steps = (
@@ -249,7 +229,7 @@ def make_offloading(
     if not options.modules:
         return None
     stages, rank = mesh.size("pp"), mesh.place["pp"]
-    slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
+    slots = slot_counts(stages, len(model.chunks))[rank]
     # Graphs with several slots keep what backwards need in a pool of its own.
     one_pool = not config.graph.enabled or stages > 1 or config.graph.slots == 1
     runtimes, planners = [], []
@@ -348,11 +328,11 @@ def report_offloading(
     ]
     if mesh.rank != 0 or not known:
         return
-    drawn = [
-        (one.measured, one.plan, simulate_offload(one.measured, one.speed, one.plan))
-        for _, one in known
+    named = [
+        (name, (measured, plan, simulate_offload(measured, speed, plan)))
+        for name, (measured, speed, plan) in known
     ]
-    named, folder = list(zip([name for name, _ in known], drawn)), folder / FOLDER
+    folder = folder / FOLDER
     table = offload_table([(name, *one) for name, one in named])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

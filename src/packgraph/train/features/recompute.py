@@ -45,7 +45,7 @@ LIVE_LAYERS = (
 
 def recomputed_stages(config: TrainConfig) -> dict[str, str]:
     """Maps the names of stages that are, or may be, recomputed to how they are."""
-    what = _at_first(config)
+    what = recompute_at_first(config)
     kinds = {stage.name: kind_of(stage.name, what) for stage in named_stages(config.model)}
     return {name: kind for name, kind in kinds.items() if kind}
 
@@ -56,7 +56,9 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     if config.hf.path is not None:
         known = what in (NONE, FULL)
         return [] if known else [f"run.recompute = {what}: {LIVE_LAYERS}"]
-    found = recompute_problems(_at_first(config), [s.name for s in named_stages(config.model)])
+    found = recompute_problems(
+        recompute_at_first(config), [s.name for s in named_stages(config.model)]
+    )
     stages = recomputed_stages(config)
     experts = any(in_scope(name, ["moe"]) for name in stages)
     exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
@@ -76,11 +78,6 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     }
     found += true_of(problems)
     return [f"run.recompute = {what}: {problem}" for problem in found]
-
-
-def apply_recompute(config: TrainConfig, chunks: Sequence[nn.Module]) -> None:
-    """Let the layers of these chunks be recomputed as `config` says, or as `auto` begins."""
-    set_recompute(chunks, _at_first(config))
 
 
 def set_recompute(chunks: Sequence[nn.Module], what: str) -> None:
@@ -136,5 +133,6 @@ class LeastRecompute:
         return f"recompute auto chose {self.kind}: graphs of the largest row, {trials}; {room}"
 
 
-def _at_first(config: TrainConfig) -> str:
+def recompute_at_first(config: TrainConfig) -> str:
+    """What `run.recompute` says, or what `auto` begins with."""
     return FULL if config.run.recompute == AUTO else config.run.recompute

@@ -55,7 +55,8 @@ class Stack:
 
     def __init__(self, each: Updated, member: Member, variance: Tensor | None) -> None:
         """variance: of the span's elements here, where these are vectors."""
-        self.member, self.shape = member, local_tensor(member.parameter).shape
+        self.span, self.member, self.variance = each.span, member, variance
+        self.shape = local_tensor(member.parameter).shape
         rows, columns = ((1, 1, *self.shape))[-2:]
         self.matrices = (math.prod(self.shape[:-2]), rows, columns)
         self.boxes = list(self._find(each, variance))
@@ -152,7 +153,9 @@ class Stack:
             _put(self.col_var, self.columns, blocked)
 
     def state(self) -> dict[str, Tensor]:
-        """The means of rows and columns by `NAME.key`."""
+        """The means of rows and columns, or of elements, by `NAME.key`."""
+        if self.variance is not None:
+            return {f"{self.member.name}.variance": self.span.part(self.member, self.variance)}
         found: dict[str, Tensor] = {}
         part, lead = part_of(self.member.parameter), self.shape[:-2]
         for key, mean in (("row_var", self.row_var), ("col_var", self.col_var)):
@@ -174,29 +177,20 @@ class Adafactor(UpdateRule):
     """Updates of any spans."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
-        self._updated, self._weight_decay = list(updated), config.weight_decay
-        self._variances = [
-            None if each.span.decays else torch.zeros_like(each.values) for each in self._updated
-        ]
-        self._stacks = [
-            (each, [Stack(each, member, variance) for member in each.span.members])
-            for each, variance in zip(self._updated, self._variances, strict=True)
-        ]
-        groups = dict.fromkeys(each.span.group for each in self._updated)
-        self._sums = [self._sums_of(group) for group in groups]
-
-    def _sums_of(
-        self, group: dist.ProcessGroup | None
-    ) -> tuple[dist.ProcessGroup | None, list[Stack], Tensor]:
-        """The parameters that a group's ranks share, and memory for the sums of all of them."""
-        stacks = [
-            stack for each, found in self._stacks for stack in found if each.span.group is group
-        ]
-        sizes = [sum(stack.lengths) for stack in stacks]
-        flat = torch.zeros(sum(sizes), device=self._updated[0].values.device)
-        for stack, sums in zip(stacks, flat.split(sizes), strict=True):
-            stack.sums_in(sums)
-        return group, stacks, flat
+        super().__init__(updated)
+        self._weight_decay, self._stacks = config.weight_decay, list[Stack]()
+        for each in self.updated:
+            variance = None if each.span.decays else torch.zeros_like(each.values)
+            self._stacks += [Stack(each, member, variance) for member in each.span.members]
+        # The parameters that a group's ranks share, and memory for the sums of all of them.
+        self._sums = list[tuple[dist.ProcessGroup | None, list[Stack], Tensor]]()
+        for group in dict.fromkeys(each.span.group for each in self.updated):
+            stacks = [stack for stack in self._stacks if stack.span.group is group]
+            sizes = [sum(stack.lengths) for stack in stacks]
+            flat = torch.zeros(sum(sizes), device=self.updated[0].values.device)
+            for stack, sums in zip(stacks, flat.split(sizes), strict=True):
+                stack.sums_in(sums)
+            self._sums.append((group, stacks, flat))
 
     @torch.no_grad()
     def step(
@@ -217,21 +211,17 @@ class Adafactor(UpdateRule):
             found = directions.split([stack.matrices[0] for stack in stacks])
             for stack, total in zip(stacks, found, strict=True):
                 stack.directions.copy_(total)
-        for each, stacks in self._stacks:
-            kept = 1 - learning_rate * (self._weight_decay if each.span.decays else 0.0)
-            for stack in stacks:
-                stack.update(learning_rate, kept, share, scale, blocked)
-        write_parameters(self._updated)
+        kept = {
+            decays: 1 - learning_rate * (self._weight_decay if decays else 0.0)
+            for decays in (True, False)
+        }
+        for stack in self._stacks:
+            stack.update(learning_rate, kept[stack.span.decays], share, scale, blocked)
+        write_parameters(self.updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """See `UpdateRule.state_tensors`; all of it is live."""
-        found: dict[str, Tensor] = {}
-        for (each, stacks), variance in zip(self._stacks, self._variances, strict=True):
-            if variance is not None:
-                found |= each.named("variance", variance)
-            for stack in stacks:
-                found |= stack.state()
-        return found
+        return {key: value for stack in self._stacks for key, value in stack.state().items()}
 
 
 def _add_up(sums: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -8,7 +8,7 @@ are never those of all gradients.
 Bits of the two differ in the last place: a run keeps to one of them, on the device or on the host.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,19 +17,20 @@ from torch import Tensor
 from packgraph.ops.kernels import HAS_TRITON
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, UpdateRule, slices_of, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, clipped, slices_of
 
-MEANS = ("exp_avg", "exp_avg_sq")
+MEANS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 BYTES = 8  # of state, of an element
 # Over state and masters, as many bytes as norm, update and zeroing move in all, counted by dtype:
 # 44 of 2 * 8, and 38 of 2 * 12 where gradients are float32.
 PASSES = {"float32": 44 / 16, "bfloat16": 38 / 24}
-GROUP = 2**24  # elements of a group: 64 MiB of float32, enough to fill a device
+GROUP = 2**24  # elements: 64 MiB of float32, enough to fill a device
+
+Update = Callable[[GradientBucket, slice, Mapping[str, Tensor]], None]
 
 
 class AdamW(UpdateRule):
-    """Updates of spans, each in one kernel, or of pieces of spans, in groups of which each is one
-    kernel."""
+    """Updates of spans, each in one kernel or piece by piece."""
 
     def __init__(
         self,
@@ -38,84 +39,60 @@ class AdamW(UpdateRule):
         group: int = GROUP,
         done: Callable[[GradientBucket], None] = lambda span: None,
     ) -> None:
-        """group: elements that are updated at a time. done: told of each span as soon as its
-        parameters are new."""
-        self._updated, self._config, self._done = list(updated), config, done
-        are_narrow = [in_one_kernel(each.span.own_parameters) for each in self._updated]
-        self._narrow = [n for n, narrow in enumerate(are_narrow) if narrow]
-        self._wide = [e for e, narrow in zip(self._updated, are_narrow) if not narrow]
-        self._groups = list(_groups(self._updated, group))
-        self._means = [
-            [torch.zeros_like(each.values) for each in self._updated] for _ in MEANS
-        ]  # made here and not at the first step: a resumed run needs the places to load into
+        """group: elements that are updated at a time, where one kernel does not do it all. done:
+        told of each span as soon as its parameters are new."""
+        super().__init__(updated, MEANS)
+        self._config, self._group, self._done = config, group, done
 
     @torch.no_grad()
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """See `UpdateRule.step`."""
-        if self._narrow:
-            numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config)
-        for n in self._narrow:
-            span, values = self._updated[n].span, self._updated[n].values
-            narrow_adamw(
-                span.own_parameters,
-                span.own_gradients,
-                values,
-                self._means[0][n],
-                self._means[1][n],
-                numbers,
-                self._config,
-                decays=span.decays,
-            )
-            self._done(span)
-        ordinal = steps + 1
-        for group in self._groups:
-            fused_adamw(
-                [self._updated[n].values[part] for n, part in group],
-                [self._updated[n].gradient(part, scale) for n, part in group],
-                [self._means[0][n][part] for n, part in group],
-                [self._means[1][n][part] for n, part in group],
-                self._config,
-                learning_rate,
-                ordinal,
-                blocked,
-                decays=self._updated[group[0][0]].span.decays,
-            )
-        write_parameters(self._wide)
-        for each in self._wide:
+        spans = [each.span for each in self.updated]
+        update = update_of(self._config, spans, learning_rate, steps, scale, blocked)
+        for number, each in enumerate(self.updated):
+            flats = {MASTER: each.values, **{key: self.state[key][number] for key in MEANS}}
+            size = each.values.numel()
+            whole = in_one_kernel(each.span.own_parameters)
+            for part in slices_of(size, max(size, self._group) if whole else self._group):
+                update(each.span, part, {key: flat[part] for key, flat in flats.items()})
             self._done(each.span)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """See `UpdateRule.state_tensors`; all of it is live."""
-        found: dict[str, Tensor] = {}
-        for number, each in enumerate(self._updated):
-            for key, flats in zip(MEANS, self._means, strict=True):
-                found |= each.named(key, flats[number])
-        return found
+
+def update_of(
+    config: OptimizerConfig,
+    spans: Sequence[GradientBucket],
+    learning_rate: Tensor,
+    steps: Tensor,
+    scale: Tensor | None,
+    blocked: Tensor | None,
+) -> Update:
+    """Returns the update of a part of this rank's own part of one of `spans`, whose state is in
+    given tensors. Arguments are those of `UpdateRule.step`."""
+    narrow = any(in_one_kernel(span.own_parameters) for span in spans)
+    numbers = Numbers.of(learning_rate, steps, scale, blocked, config) if narrow else None
+    ordinal = steps + 1
+
+    def update(span: GradientBucket, part: slice, state: Mapping[str, Tensor]) -> None:
+        weight, gradient = span.own_parameters[part], span.own_gradients[part]
+        wide = weight.dtype == torch.float32
+        master, (mean, square) = weight if wide else state[MASTER], (state[key] for key in MEANS)
+        if numbers is not None and in_one_kernel(weight):
+            flats = weight, gradient, master, mean, square
+            narrow_adamw(*flats, numbers, config, decays=span.decays)
+            return
+        lists = [master], [clipped(gradient, scale)], [mean], [square]
+        fused_adamw(*lists, config, learning_rate, ordinal, blocked, decays=span.decays)
+        if not wide:
+            weight.copy_(master)
+
+    return update
 
 
 def in_one_kernel(parameters: Tensor) -> bool:
     """Tells whether `narrow_adamw` updates these parameters."""
     return HAS_TRITON and parameters.is_cuda and parameters.dtype != torch.float32
-
-
-def _groups(updated: Sequence[Updated], most: int) -> Iterator[list[tuple[int, slice]]]:
-    """Numbers of other spans and pieces of them: at most so many elements, which all decay or do
-    not."""
-    for decays in (True, False):
-        group, room = list[tuple[int, slice]](), most
-        for number, each in enumerate(updated):
-            if each.span.decays != decays or in_one_kernel(each.span.own_parameters):
-                continue
-            for part in slices_of(each.values.numel(), most):
-                if (size := part.stop - part.start) > room:
-                    yield group
-                    group, room = [], most
-                group.append((number, part))
-                room -= size
-        if group:
-            yield group
 
 
 def fused_adamw(

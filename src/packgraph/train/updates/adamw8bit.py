@@ -121,14 +121,13 @@ class AdamW8bit(UpdateRule):
     """Updates of spans that decay."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
-        self._updated, self._config = list(updated), config
-        self._state: list[tuple[Quantized, Quantized]] = []
-        if self._updated:
-            device = self._updated[0].values.device
-            tables = (CodeTable.signed(device), CodeTable.unsigned(device))
-            for each in self._updated:
-                means, squares = (Quantized(each.values.numel(), table) for table in tables)
-                self._state.append((means, squares))
+        super().__init__(updated)
+        self._config = config
+        device = self.updated[0].values.device
+        tables = (CodeTable.signed(device), CodeTable.unsigned(device))
+        self._quantized = [
+            [Quantized(each.values.numel(), table) for table in tables] for each in self.updated
+        ]
 
     @torch.no_grad()
     def step(
@@ -139,7 +138,7 @@ class AdamW8bit(UpdateRule):
         ordinal = steps + 1
         rate = learning_rate / (1 - torch.pow(beta1, ordinal))
         correction = 1 - torch.pow(beta2, ordinal)
-        for each, (means, squares) in zip(self._updated, self._state, strict=True):
+        for each, (means, squares) in zip(self.updated, self._quantized, strict=True):
             kept = 1 - learning_rate * (config.weight_decay if each.span.decays else 0.0)
             for part in parts_in_blocks(each.values.numel()):
                 weight, gradient = each.values[part], each.gradient(part, scale)
@@ -153,13 +152,13 @@ class AdamW8bit(UpdateRule):
                 if blocked is not None:
                     updated = torch.where(blocked > 0, weight, updated)
                 weight.copy_(updated)
-        write_parameters(self._updated)
+        write_parameters(self.updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Copies of the running means in float32, in host memory: as a whole they would take four
         times the state's memory on the device. `load` takes them back."""
         found: dict[str, Tensor] = {}
-        for each, state in zip(self._updated, self._state, strict=True):
+        for each, state in zip(self.updated, self._quantized, strict=True):
             for key, quantized in zip(MEANS, state, strict=True):
                 flat = torch.empty(each.values.numel(), dtype=torch.float32)
                 for part in parts_in_blocks(flat.numel()):
@@ -169,7 +168,7 @@ class AdamW8bit(UpdateRule):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Quantise them."""
-        for each, state in zip(self._updated, self._state, strict=True):
+        for each, state in zip(self.updated, self._quantized, strict=True):
             for key, quantized in zip(MEANS, state, strict=True):
                 flat = torch.zeros(each.values.numel(), dtype=torch.float32)
                 for name, place in each.named(key, flat).items():

@@ -16,11 +16,11 @@ ordered is said in `graphs/copy_streams.py`. What stays is updated in equal shar
 on its way, which takes a twentieth of the time of a copy of as many elements. So the update takes
 as long as the slower direction: 12 bytes each way for every element that travels.
 
-After an update copies to the host may be under way. Whoever reads the state waits for them
-(`settle`); the next update waits by itself.
+After an update copies to the host may be under way. Whoever reads the state waits for them;
+the next update waits by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,21 +32,11 @@ from packgraph.graphs.cuda.copy_streams import pinned
 from packgraph.graphs.memory.budget import shown
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.adamw import (
-    MEANS,
-    Numbers,
-    fused_adamw,
-    in_one_kernel,
-    narrow_adamw,
-)
-from packgraph.train.updates.rule import UpdateRule, clipped, slices_of
+from packgraph.train.updates.adamw import MASTER, MEANS, update_of
+from packgraph.train.updates.rule import UpdateRule, slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
 BUFFERS = 2  # sets, of a piece each, that take turns
-MASTER = "master"
-
-State = Mapping[str, Tensor]  # float32, by name: what the update of some elements reads and writes
-Update = Callable[["StatePart", State], None]
 
 
 @dataclass(frozen=True)
@@ -66,14 +56,9 @@ class StatePart:
         return sum(flat.nbytes for flat in self.flats.values())
 
     @property
-    def gradients(self) -> Tensor:
-        """View of its gradients, in the span's dtype."""
-        return self.span.own_gradients[self.part]
-
-    @property
-    def parameters(self) -> Tensor:
-        """View of its parameters, in the span's dtype."""
-        return self.span.own_parameters[self.part]
+    def size(self) -> int:
+        """Number of its elements."""
+        return self.part.stop - self.part.start
 
 
 class HostState(UpdateRule):
@@ -96,6 +81,7 @@ class HostState(UpdateRule):
         resident: int = 0,
         piece: int = PIECE,
     ) -> None:
+        super().__init__(())
         self._streams, self._config = copy_streams, config
         self._device = spans[0].parameters.device
         self._staying, self._moving = list[StatePart](), list[StatePart]()
@@ -109,7 +95,7 @@ class HostState(UpdateRule):
         self._pieces = [made for part in self._moving for made in _cut(part, piece)]
         beside = [made for part in self._staying for made in _cut(part, piece)]
         self._beside = _shares(beside, max(1, len(self._pieces)))
-        longest = max((made.gradients.numel() for made in self._pieces), default=0)
+        longest = max((made.size for made in self._pieces), default=0)
         self._buffers = [
             {
                 name: torch.empty(longest, dtype=torch.float32, device=self._device)
@@ -137,7 +123,10 @@ class HostState(UpdateRule):
     def state_tensors(self) -> dict[str, Tensor]:
         """See `UpdateRule.state_tensors`; on the device and on the host, all of it live. The host
         waits for the device."""
-        self._settle()
+        for copies in self._leaving:
+            self._wait(copies)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         found: dict[str, Tensor] = {}
         for here, there in zip(self._staying, self._moving, strict=True):
             span = here.span
@@ -147,29 +136,23 @@ class HostState(UpdateRule):
                     found[f"{member.name}.{key}"] = span.part(member, flat, held.part.start)
         return found
 
-    def _settle(self) -> None:
-        """Wait until the host has what was updated. The host waits for the device."""
-        for copies in self._leaving:
-            self._wait(copies)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
     @torch.no_grad()
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """Implements `UpdateRule.step`, but cannot be captured."""
-        update = self._update_of(learning_rate, steps, scale, blocked)
+        spans = [part.span for part in self._staying]
+        update = update_of(self._config, spans, learning_rate, steps, scale, blocked)
         arriving = self._bring(0)
         for number, beside in enumerate(self._beside):
             for piece in beside:
-                update(piece, piece.flats)
+                update(piece.span, piece.part, piece.flats)
             if number == len(self._pieces):  # nothing travels
                 continue
             self._wait(arriving)
             arriving = self._bring(number + 1)
             piece, buffers = self._pieces[number], self._of(number)
-            update(piece, buffers)
+            update(piece.span, piece.part, buffers)
             self._leaving[number % BUFFERS] = [
                 self._streams.out([_bytes(buffers[name])], host)
                 for name, host in piece.hosts.items()
@@ -187,51 +170,10 @@ class HostState(UpdateRule):
             for name, host in self._pieces[number].hosts.items()
         ]
 
-    def _update_of(
-        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
-    ) -> Update:
-        """Makes the update of a piece, whose state is in given tensors of the device. Arguments are
-        those of `step`."""
-        spans = [part.span for part in self._staying]
-        narrow = any(in_one_kernel(span.own_parameters) for span in spans)
-        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
-        ordinal = steps + 1
-
-        def update(piece: StatePart, state: State) -> None:
-            weight, means = piece.parameters, [state[name] for name in MEANS]
-            if numbers is not None and in_one_kernel(weight):
-                narrow_adamw(
-                    weight,
-                    piece.gradients,
-                    state[MASTER],
-                    means[0],
-                    means[1],
-                    numbers,
-                    self._config,
-                    decays=piece.span.decays,
-                )
-                return
-            master = state[MASTER] if MASTER in piece.flats else weight
-            fused_adamw(
-                [master],
-                [clipped(piece.gradients, scale)],
-                [means[0]],
-                [means[1]],
-                self._config,
-                learning_rate,
-                ordinal,
-                blocked,
-                decays=piece.span.decays,
-            )
-            if master is not weight:
-                weight.copy_(master)
-
-        return update
-
     def _of(self, number: int) -> dict[str, Tensor]:
         """The buffers of a piece, as long as it is."""
-        length = self._pieces[number].gradients.numel()
-        return {name: flat[:length] for name, flat in self._buffers[number % BUFFERS].items()}
+        piece, buffers = self._pieces[number], self._buffers[number % BUFFERS]
+        return {name: buffers[name][: piece.size] for name in piece.flats}
 
     def _wait(self, copies: list[Copy]) -> None:
         for copy in copies:

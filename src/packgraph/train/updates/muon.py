@@ -10,8 +10,7 @@ update can be captured. The invariant: a matrix is updated as a whole, by a rank
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,29 +30,18 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and not set(name.split(".")) & set(NOT_HIDDEN)
 
 
-class Matrix(NamedTuple):
-    """A weight [rows, columns], its gradient, of its span's dtype, and its momentum: views of flat
-    buffers."""
-
-    weight: Tensor
-    gradient: Tensor
-    momentum: Tensor
-
-
 class Muon(UpdateRule):
     """Updates of spans of matrices, all of which this rank has whole."""
 
     def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
-        self._updated = list(updated)
+        super().__init__(updated, ["momentum"])
         self._momentum, self._weight_decay = config.muon_momentum, config.weight_decay
-        self._momenta = [torch.zeros_like(each.values) for each in self._updated]
-        self._matrices = list(self._find())
-
-    def _find(self) -> Iterator[Matrix]:
-        for each, momenta in zip(self._updated, self._momenta, strict=True):
-            for member in each.span.members:
-                flat = (each.values, each.span.own_gradients, momenta)
-                yield Matrix(*(each.span.part(member, values) for values in flat))
+        # Weight [rows, columns], gradient, of its span's dtype, and momentum: views of buffers.
+        self._matrices = [
+            [each.span.part(member, flat) for flat in (each.values, each.span.own_gradients, mean)]
+            for each, mean in zip(self.updated, self.state["momentum"], strict=True)
+            for member in each.span.members
+        ]
 
     @torch.no_grad()
     def step(
@@ -72,14 +60,7 @@ class Muon(UpdateRule):
                 mean = torch.where(blocked > 0, momentum, mean)
             weight.copy_(updated)
             momentum.copy_(mean)
-        write_parameters(self._updated)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """See `UpdateRule.state_tensors`; all of it is live."""
-        found: dict[str, Tensor] = {}
-        for each, momenta in zip(self._updated, self._momenta, strict=True):
-            found |= each.named("momentum", momenta)
-        return found
+        write_parameters(self.updated)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

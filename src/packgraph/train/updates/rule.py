@@ -51,7 +51,18 @@ class Updated:
 
 
 class UpdateRule:
-    """Rule by which some spans are updated."""
+    """Rule by which some spans are updated.
+
+    Attributes:
+        updated: The spans.
+        state: By key, for each span a float32 value for each element here; zeros at first.
+    """
+
+    def __init__(self, updated: Sequence[Updated], keys: Sequence[str] = ()) -> None:
+        """Makes the state now and not at the first step: a resumed run needs the places to load
+        into."""
+        self.updated = list(updated)
+        self.state = {key: [torch.zeros_like(each.values) for each in self.updated] for key in keys}
 
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
@@ -69,7 +80,12 @@ class UpdateRule:
         """The state by `NAME.key`, in a form that any layout can load: whole tensors or `Pieces`.
 
         Live tensors, or copies that `load` takes back."""
-        raise NotImplementedError
+        return {
+            name: value
+            for key, flats in self.state.items()
+            for each, flat in zip(self.updated, flats, strict=True)
+            for name, value in each.named(key, flat).items()
+        }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state_tensors` gave, after values were written into that;
