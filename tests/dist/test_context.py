@@ -21,7 +21,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.presets import hybrid_tiny
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.features.context import context_notes, places_multiple
+from packgraph.train.features.context import context_choices, context_notes, places_multiple
 from packgraph.train.validate import validate
 
 ALONE, CP2, CP4 = Layout(dp=1), Layout(dp=1, cp=2), Layout(dp=1, cp=4)
@@ -335,11 +335,11 @@ def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
             (CP4, "ulysses"),
         )
     ] == [8, 1, 4, 1, 1]
-    assert context_notes(config("zigzag", CP4, asked="auto")) == [
+    assert context_notes(context_choices(config("zigzag", CP4, asked="auto"))) == [
         "rows are cut in zigzag (4 ranks: 4 ranks do not divide 6 heads), documents take up "
         "multiples of 8 places"
     ]
-    assert not context_notes(config("zigzag", CP2, asked="auto"))
+    assert not context_notes(context_choices(config("zigzag", CP2, asked="auto")))
 
 
 def test_layers_that_scan_rows_in_order_are_not_cut():
