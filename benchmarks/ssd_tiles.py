@@ -44,7 +44,7 @@ from packgraph.mamba.ssd_backward import (
 from packgraph.mamba.ssd_forward import (
     EVERYWHERE,
     KernelConfigs,
-    Launch,
+    ScanLaunch,
     carry,
     forward,
     mix,
@@ -66,7 +66,7 @@ FORWARD = (
 Work = Callable[[], object]
 
 
-def written(way: Launch | KernelConfigs) -> str:
+def written(way: ScanLaunch | KernelConfigs) -> str:
     """A way as it would be written in the table, without what is usual."""
     fields = [
         (name, value) for name, value in way._asdict().items() if value != way._field_defaults[name]
@@ -121,7 +121,7 @@ def shape_of(session: Session, options: argparse.Namespace) -> tuple[int, int, i
     return (options.heads, options.groups, options.chunk) if session.cuda else (4, 2, 16)
 
 
-def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Launch) -> Row:
+def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: ScanLaunch) -> Row:
     """A way against the twin; twice; with one document changed; nothing from padding."""
     ways = EVERYWHERE._replace(**{piece: way})
     first, second = (results_of(case, piece, ways) for _ in range(2))
@@ -173,7 +173,7 @@ def work_through(session: Session, options: argparse.Namespace) -> None:
     report(options.check, check_both)
 
 
-def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, Launch]]:
+def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, ScanLaunch]]:
     """Check every way; those that are right."""
     ways = candidates(session.cuda)
     shape = [f"--{name}={getattr(options, name)}" for name in ("heads", "groups", "chunk")]
@@ -183,7 +183,7 @@ def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, 
     return [pair for pair, row in zip(ways, found, strict=True) if row["ok"]]
 
 
-def works_of(case: Case) -> dict[str, Callable[[Launch], Work]]:
+def works_of(case: Case) -> dict[str, Callable[[ScanLaunch], Work]]:
     """For every piece what a way makes work of, alone, on what the other pieces made."""
     x, dt, a, b, c, d = case.operands
     ids, dy, sizes = case.ids, case.grad, sizes_of(x, b, case.chunk)
@@ -196,7 +196,7 @@ def works_of(case: Case) -> dict[str, Callable[[Launch], Work]]:
     _, direct, left, _ = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes)
     parts = (a, tables, *sums, entered, left, direct, carried, sizes, dt.dtype)
 
-    def mixed(way: Launch) -> Work:
+    def mixed(way: ScanLaunch) -> Work:
         return lambda: mix(x, b, c, d, ids, tables, entering, sizes, EVERYWHERE._replace(mix=way))
 
     return {
@@ -230,8 +230,8 @@ def timed(session: Session, make: Callable[[], Work]) -> Row:
 
 
 def time_pieces(
-    session: Session, case: Case, ways: list[tuple[str, Launch]]
-) -> dict[str, list[Launch]]:
+    session: Session, case: Case, ways: list[tuple[str, ScanLaunch]]
+) -> dict[str, list[ScanLaunch]]:
     """Rows of times for all ways; for each piece its ways, the fastest first."""
     works, ordered = works_of(case), {}
     for piece, make in works.items():
@@ -270,7 +270,7 @@ def time_pieces(
     return ordered
 
 
-def wholes(case: Case, ordered: dict[str, list[Launch]]) -> dict[str, KernelConfigs]:
+def wholes(case: Case, ordered: dict[str, list[ScanLaunch]]) -> dict[str, KernelConfigs]:
     """Ways for everything: today's, the best pieces, and others to make y."""
     mixes = ordered["mix"]
     best = KernelConfigs(
@@ -283,7 +283,7 @@ def wholes(case: Case, ordered: dict[str, list[Launch]]) -> dict[str, KernelConf
     return named
 
 
-def time_wholes(session: Session, case: Case, ordered: dict[str, list[Launch]]) -> None:
+def time_wholes(session: Session, case: Case, ordered: dict[str, list[ScanLaunch]]) -> None:
     """Rows of forward, and of forward and backward, of all `wholes` and of mamba_ssm."""
     x, dt, a, b, c, d = case.operands
 

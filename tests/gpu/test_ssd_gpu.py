@@ -10,7 +10,7 @@ from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradien
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
 from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
-from packgraph.mamba.ssd_forward import KernelConfigs, Launch
+from packgraph.mamba.ssd_forward import KernelConfigs, ScanLaunch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,8 +116,8 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
 @pytest.mark.parametrize(
     "mix",
     [
-        Launch(kernel="groups", tile=128, share=4, warps=8, stages=2),
-        Launch(kernel="groups", share=2),
+        ScanLaunch(kernel="groups", tile=128, share=4, warps=8, stages=2),
+        ScanLaunch(kernel="groups", share=2),
     ],
     ids=str,
 )
@@ -127,10 +127,10 @@ def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
 
     ways = KernelConfigs(
         mix=mix,
-        carry=Launch(columns=64, rows=128),
-        pairs=Launch(share=0, products=True),
-        of_c=Launch(tile=128, share=0, warps=8),
-        of_b=Launch(tile=128, share=0, warps=8),
+        carry=ScanLaunch(columns=64, rows=128),
+        pairs=ScanLaunch(share=0, products=True),
+        of_c=ScanLaunch(tile=128, share=0, warps=8),
+        of_b=ScanLaunch(tile=128, share=0, warps=8),
         values=mix,
     )
     for kernels in (ssd_backward, ssd_forward):

@@ -36,7 +36,7 @@ from torch import Tensor
 from packgraph.mamba.ssd_forward import (
     EVERYWHERE,
     KernelConfigs,
-    Launch,
+    ScanLaunch,
     Sizes,
     carry,
     decay_between,
@@ -189,7 +189,7 @@ def value_gradients(
     scores: Tensor | None,
     of_leaving: Tensor,
     sizes: Sizes,
-    way: Launch = EVERYWHERE.values,
+    way: ScanLaunch = EVERYWHERE.values,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, direct and products of `_values`, and pieces of the gradient of d, float32 [N, tiles, H].
 
@@ -515,7 +515,7 @@ def pair_gradients(
     tables: Tensor,
     scores: Tensor,
     sizes: Sizes,
-    way: Launch = EVERYWHERE.pairs,
+    way: ScanLaunch = EVERYWHERE.pairs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the scores [N, G, Q, Q], dtype of x, and columns and rowsums, float32 [tiles, H,
     N Q]."""
@@ -563,7 +563,7 @@ def shared_gradient(
     tables: Tensor,
     sizes: Sizes,
     query: Tensor | None = None,
-    way: Launch = EVERYWHERE.of_c,
+    way: ScanLaunch = EVERYWHERE.of_c,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of
     products."""
@@ -625,7 +625,7 @@ def step_gradients(
     carried: Tensor,
     sizes: Sizes,
     dtype: torch.dtype,
-    way: Launch = EVERYWHERE.steps,
+    way: ScanLaunch = EVERYWHERE.steps,
 ) -> tuple[Tensor, Tensor]:
     """ddt [T, H] in `dtype`, and of_rate, float32 [N, H], whose sum over chunks is the gradient of
     a."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from packgraph.ops.kernels import tl, triton
 
 
-class Launch(NamedTuple):
+class ScanLaunch(NamedTuple):
     """Launch configuration of a kernel; of what decides its tiles each has some.
 
     warps: of a program. stages: of loads that are under way in its loop. registers: of a thread at
@@ -65,16 +65,16 @@ class KernelConfigs(NamedTuple):
     and states. pairs: gradients of scores and of decays between rows. of_c, of_b: gradients of c
     and b. values: of x. steps: of the step and of decays, put together."""
 
-    tables: Launch = Launch(heads=16)
-    scores: Launch = Launch()
-    carry: Launch = Launch(rows=128)
-    mix: Launch = Launch()
-    back: Launch = Launch(rows=128)
-    pairs: Launch = Launch(share=0)
-    of_c: Launch = Launch(share=0, warps=8)
-    of_b: Launch = Launch(share=0, warps=8)
-    values: Launch = Launch()
-    steps: Launch = Launch()
+    tables: ScanLaunch = ScanLaunch(heads=16)
+    scores: ScanLaunch = ScanLaunch()
+    carry: ScanLaunch = ScanLaunch(rows=128)
+    mix: ScanLaunch = ScanLaunch()
+    back: ScanLaunch = ScanLaunch(rows=128)
+    pairs: ScanLaunch = ScanLaunch(share=0)
+    of_c: ScanLaunch = ScanLaunch(share=0, warps=8)
+    of_b: ScanLaunch = ScanLaunch(share=0, warps=8)
+    values: ScanLaunch = ScanLaunch()
+    steps: ScanLaunch = ScanLaunch()
 
 
 EVERYWHERE = KernelConfigs()
@@ -88,38 +88,38 @@ WAYS = (
     (
         8192,
         KernelConfigs(
-            tables=Launch(heads=32),
-            scores=Launch(warps=8),
-            mix=Launch(kernel="groups", tile=128, share=8, warps=8),
-            pairs=Launch(share=0, products=True),
-            of_c=Launch(tile=128, share=8, warps=8),
-            of_b=Launch(tile=128, share=8, warps=8),
-            values=Launch(kernel="groups", share=8, stages=2),
+            tables=ScanLaunch(heads=32),
+            scores=ScanLaunch(warps=8),
+            mix=ScanLaunch(kernel="groups", tile=128, share=8, warps=8),
+            pairs=ScanLaunch(share=0, products=True),
+            of_c=ScanLaunch(tile=128, share=8, warps=8),
+            of_b=ScanLaunch(tile=128, share=8, warps=8),
+            values=ScanLaunch(kernel="groups", share=8, stages=2),
         ),
     ),
     (
         2048,
         KernelConfigs(
-            mix=Launch(kernel="groups", tile=128, share=8, warps=8),
-            pairs=Launch(share=8, products=True),
-            of_c=Launch(tile=128, share=8, warps=8),
-            of_b=Launch(tile=128, share=8, warps=8),
-            values=Launch(kernel="groups", share=8, stages=2),
-            steps=Launch(heads=16, warps=8),
+            mix=ScanLaunch(kernel="groups", tile=128, share=8, warps=8),
+            pairs=ScanLaunch(share=8, products=True),
+            of_c=ScanLaunch(tile=128, share=8, warps=8),
+            of_b=ScanLaunch(tile=128, share=8, warps=8),
+            values=ScanLaunch(kernel="groups", share=8, stages=2),
+            steps=ScanLaunch(heads=16, warps=8),
         ),
     ),
     (
         0,
         KernelConfigs(
-            tables=Launch(heads=16, rows=128),
-            scores=Launch(warps=8),
-            carry=Launch(rows=128, stages=2),
-            mix=Launch(kernel="groups", share=4, stages=2),
-            back=Launch(rows=128, columns=64),
-            pairs=Launch(share=8, products=True),
-            of_c=Launch(share=8, warps=8, stages=2),
-            of_b=Launch(share=8, warps=8, stages=2),
-            values=Launch(kernel="groups", tile=128, share=4, warps=8),
+            tables=ScanLaunch(heads=16, rows=128),
+            scores=ScanLaunch(warps=8),
+            carry=ScanLaunch(rows=128, stages=2),
+            mix=ScanLaunch(kernel="groups", share=4, stages=2),
+            back=ScanLaunch(rows=128, columns=64),
+            pairs=ScanLaunch(share=8, products=True),
+            of_c=ScanLaunch(share=8, warps=8, stages=2),
+            of_b=ScanLaunch(share=8, warps=8, stages=2),
+            values=ScanLaunch(kernel="groups", tile=128, share=4, warps=8),
         ),
     ),
 )
@@ -141,7 +141,7 @@ def ways_for(
     return next(ways for least, ways in WAYS if rows >= least)
 
 
-def launched(way: Launch) -> dict[str, int | None]:
+def launched(way: ScanLaunch) -> dict[str, int | None]:
     """Launch options of warps, stages and registers."""
     return {"num_warps": way.warps, "num_stages": way.stages, "maxnreg": way.registers or None}
 
@@ -392,7 +392,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def tables_of(
-    dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes, way: Launch = EVERYWHERE.tables
+    dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes, way: ScanLaunch = EVERYWHERE.tables
 ) -> tuple[Tensor, Tensor]:
     """tables, float32 [4, H, N Q], and `through`, float32 [H, N]: what a state is multiplied with
     in each chunk."""
@@ -420,7 +420,7 @@ def tables_of(
 
 
 def scores_of(
-    b: Tensor, c: Tensor, ids: Tensor, sizes: Sizes, way: Launch = EVERYWHERE.scores
+    b: Tensor, c: Tensor, ids: Tensor, sizes: Sizes, way: ScanLaunch = EVERYWHERE.scores
 ) -> Tensor:
     """[N, G, Q, Q], dtype of b; tiles above the diagonal are not written."""
     scores = b.new_empty(sizes.chunks, sizes.groups, sizes.chunk, sizes.chunk)
@@ -451,7 +451,7 @@ def carry(
     through: Tensor,
     sizes: Sizes,
     entering: Tensor | None = None,
-    way: Launch = EVERYWHERE.carry,
+    way: ScanLaunch = EVERYWHERE.carry,
 ) -> tuple[Tensor, Tensor]:
     """States that enter each chunk [N, H, P, S], dtype of x; or, with `entering`, the gradients of
     those that leave.

@@ -84,17 +84,17 @@ def other_ways(monkeypatch, **given):
 
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
-    from packgraph.mamba.ssd_forward import Launch
+    from packgraph.mamba.ssd_forward import ScanLaunch
 
     return {
-        "tables": Launch(heads=32, rows=128),
-        "carry": Launch(columns=64, rows=16),
-        "mix": Launch(kernel="groups", tile=tile, share=share),
-        "back": Launch(columns=16, rows=128),
-        "pairs": Launch(share=share, products=True),
-        "of_c": Launch(tile=128, share=share, warps=8),
-        "of_b": Launch(tile=128, share=share, warps=8),
-        "values": Launch(kernel="groups", tile=tile, share=share),
+        "tables": ScanLaunch(heads=32, rows=128),
+        "carry": ScanLaunch(columns=64, rows=16),
+        "mix": ScanLaunch(kernel="groups", tile=tile, share=share),
+        "back": ScanLaunch(columns=16, rows=128),
+        "pairs": ScanLaunch(share=share, products=True),
+        "of_c": ScanLaunch(tile=128, share=share, warps=8),
+        "of_b": ScanLaunch(tile=128, share=share, warps=8),
+        "values": ScanLaunch(kernel="groups", tile=tile, share=share),
     }
 
 
@@ -127,9 +127,9 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
 @inside
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
-    from packgraph.mamba.ssd_forward import Launch
+    from packgraph.mamba.ssd_forward import ScanLaunch
 
-    other_ways(monkeypatch, **{part: Launch(tile=128)})
+    other_ways(monkeypatch, **{part: ScanLaunch(tile=128)})
     with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
         with_gradients(
             ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3)

@@ -95,7 +95,7 @@ class Dispatcher(ABC):
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
         """Raises ValueError when the ranks cannot share the experts equally."""
-        self._sharing, self._group = ExpertAssignment.over(num_experts, group), group
+        self._sharing, self.group = ExpertAssignment.over(num_experts, group), group
         self.num_experts, self.first = num_experts, self._sharing.first
         self.count = self._sharing.count
 

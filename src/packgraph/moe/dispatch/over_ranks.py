@@ -145,7 +145,7 @@ class HostSplitsDispatcher(Dispatcher):
         """Exchange and read the counts. The host waits for the device."""
         departures = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
         counts = count_rows(departures.offsets).view(self._sharing.ranks, self.count)
-        (arriving,) = exchange((counts,), self._group)
+        (arriving,) = exchange((counts,), self.group)
         send, receive = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
         sent, received = (max(1, sum(rows)) for rows in (send, receive))
         starts = before(arriving.flatten()).view_as(arriving)
@@ -180,7 +180,7 @@ class HostSplitsDispatcher(Dispatcher):
         """Exchange tensors [rows, width]. Where there is no row, one of zeros stands for none:
         kernels need one."""
         given = [tensor if sum(send) else tensor[:0] for tensor in tensors]
-        taken = exchange(given, self._group, send, receive)
+        taken = exchange(given, self.group, send, receive)
         return [tensor if sum(receive) else F.pad(tensor, (0, 0, 0, 1)) for tensor in taken]
 
 
@@ -241,7 +241,7 @@ class PaddedDispatcher(_Budgeted):
         ranks, room = self._sharing.ranks, self.room(routing.experts.numel())
         ordered = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
         departures, ends, needed = _depart(routing.experts, ordered, ranks, room)
-        (arriving,) = exchange((ends,), self._group)
+        (arriving,) = exchange((ends,), self.group)
         counts = torch.diff(arriving, dim=1, prepend=arriving.new_zeros(ranks, 1))
         starts = before(counts) + torch.arange(0, ranks * room, room, device=ends.device)[:, None]
         return PaddedPlan(
@@ -251,7 +251,7 @@ class PaddedDispatcher(_Budgeted):
     def dispatch(self, x: Tensor, routing: Routing, plan: PaddedPlan) -> ExpertRows:
         """x: [T, H]. Returns ranks * C rows."""
         leaving = gather_rows(x, plan.departures), gather_pairs(routing.weights, plan.departures)
-        values, weights = exchange(leaving, self._group)
+        values, weights = exchange(leaving, self.group)
         return ExpertRows(
             gather_rows(values, plan.arrivals),
             gather_pairs(weights[:, None], plan.arrivals),
@@ -260,7 +260,7 @@ class PaddedDispatcher(_Budgeted):
 
     def combine(self, rows: Tensor, plan: PaddedPlan) -> Tensor:
         """rows: [ranks * C, H] of the experts, weights applied. Returns [T, H]."""
-        (back,) = exchange((combine_rows(rows, plan.arrivals),), self._group)
+        (back,) = exchange((combine_rows(rows, plan.arrivals),), self.group)
         return combine_rows(back, plan.departures)
 
     def overflow(self, plan: PaddedPlan) -> Tensor:
@@ -427,12 +427,12 @@ def with_factor(dispatchers: Sequence[Budgeted], factor: float) -> list[Budgeted
     for dispatcher in dispatchers:
         wanted = max(dispatcher.most_factor if math.isinf(factor) else factor, dispatcher.factor)
         if isinstance(dispatcher, PaddedDispatcher):
-            made.append(PaddedDispatcher(dispatcher.num_experts, dispatcher._group, wanted))
+            made.append(PaddedDispatcher(dispatcher.num_experts, dispatcher.group, wanted))
             continue
         key = dispatcher.buffers, wanted
         if key not in larger:
             larger[key] = dispatcher.buffers.grown(wanted)
         made.append(
-            SymmetricDispatcher(dispatcher.num_experts, dispatcher._group, wanted, larger[key])
+            SymmetricDispatcher(dispatcher.num_experts, dispatcher.group, wanted, larger[key])
         )
     return made
