@@ -186,11 +186,7 @@ def flash_attention(
     The backward repeats bitwise, and does not depend on the capacity, when deterministic algorithms
     are on. Raises ValueError where it cannot run, with all reasons.
     """
-    if reasons := _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs):
-        raise ValueError(
-            f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use "
-            "attention_backend='auto'."
-        )
+    _check_supported(q, v, options)
     if not meta.finite_padding:
         padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
         q, k, v = q.masked_fill(padding, 0.0), k.masked_fill(tail, 0.0), v.masked_fill(tail, 0.0)
@@ -229,6 +225,14 @@ def repeats_heads(tokens: int, documents: int, group: int) -> bool:
     return (
         1 < group <= MOST_REPEATS and tokens + ROWS_PER_PLACE * (documents + 1) > 2 * group * tokens
     )
+
+
+def _check_supported(q: Tensor, v: Tensor, options: ScoreOptions) -> None:
+    if reasons := _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs):
+        raise ValueError(
+            f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use "
+            "attention_backend='auto'."
+        )
 
 
 @torch.compiler.assume_constant_result

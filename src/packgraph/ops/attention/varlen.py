@@ -46,12 +46,8 @@ def varlen_attention(
     options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Attention by torch's kernel. Shapes as in `attention`; CUDA, bfloat16 or float16."""
+    _check_supported(q, v, options)
     value_dim = v.shape[-1]
-    if reasons := varlen_problems(q.device, q.dtype, q.shape[-1], value_dim, options.needs):
-        raise ValueError(
-            f"attention backend 'varlen' cannot run: {'; '.join(reasons)}. Use "
-            "attention_backend='sdpa'."
-        )
     if (
         value_dim < q.shape[-1]
     ):  # the kernel knows one head size; zero columns come out as zero columns
@@ -94,6 +90,14 @@ def varlen_problems(
         f"values ({value_dim}) are wider than queries ({head_dim})": value_dim > head_dim,
     }
     return lacking(needs, KNOWN) + [reason for reason, holds in reasons.items() if holds]
+
+
+def _check_supported(q: Tensor, v: Tensor, options: ScoreOptions) -> None:
+    if reasons := varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs):
+        raise ValueError(
+            f"attention backend 'varlen' cannot run: {'; '.join(reasons)}. Use "
+            "attention_backend='sdpa'."
+        )
 
 
 def _launch_forward(
