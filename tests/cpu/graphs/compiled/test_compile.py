@@ -127,7 +127,7 @@ def test_graphs_hold_compiled_code_and_nothing_else():
         graphed(batch).backward()
     (variant,) = graphed._slots.all[0].variants.values()
     (region,) = variant.regions.values()
-    forward = [node[0] for node in region.forward.graph.program]
+    forward = [node[0] for node in region.forward.program]
     assert all(isinstance(function, CompiledCode) for function in forward) and len(forward) == 4
     backward = [node[0] for node in region.backward.graph.program]
     assert sum(isinstance(function, CompiledCode) for function in backward) == 4
