@@ -224,12 +224,12 @@ def with_kernels(mesh):
             attention_varlen,
             _launch_forward=forward,
             _launch_backward=backward,
-            varlen_problems=lambda *facts: [],
+            _check_supported=lambda *facts: None,
         ),
         mock.patch.multiple(
             attention_flash,
             library=lambda: Library(Kernels(flash, flash_backward), None),
-            _problems_of=lambda *facts: [],
+            _check_supported=lambda *facts: None,
         ),
     ):
         return [
