@@ -185,8 +185,7 @@ class HostSplitsDispatcher(Dispatcher):
 
 
 class _Budgeted(Dispatcher):
-    """A dispatcher whose room is `factor` times what a balanced load needs. `most_factor` always
-    suffices: one rank gets everything.
+    """A dispatcher whose room is `factor` times what a balanced load needs.
 
     For more room put another dispatcher in its place (`with_factor`): graphs notice that, and are
     captured anew with the new shapes.
@@ -200,7 +199,12 @@ class _Budgeted(Dispatcher):
                 f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
             )
         super().__init__(num_experts, group)
-        self.factor, self.most_factor = factor, float(self._sharing.ranks)
+        self.factor = factor
+
+    @property
+    def most_factor(self) -> float:
+        """The factor that always suffices: one rank gets everything."""
+        return float(self._sharing.ranks)
 
 
 class PaddedPlan(NamedTuple):
