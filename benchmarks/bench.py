@@ -40,8 +40,7 @@ from packgraph.bench import step
 from packgraph.bench.command import Benchmark, bench
 from packgraph.bench.step import FIRST
 from packgraph.bench.variants import WAYS, Maker
-from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.values import option
+from packgraph.train.config.reading import ConfigError, option
 
 COMMAND = "python benchmarks/bench.py"
 ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**step.MAKERS, **EXPERT_WAYS, **OTHERS})

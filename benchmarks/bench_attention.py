@@ -31,7 +31,7 @@ from packgraph.ops.attention.flash import flash_problems
 from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import Count, option
 
 PLACES = ("tight", "64", "256")
 REPEATS, REPLAYS = 10, 3

@@ -22,7 +22,7 @@ from packgraph.bench.step import per_layer_text
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.backend import synchronize
 from packgraph.models.stack import DecoderStack
-from packgraph.train.config.values import option
+from packgraph.train.config.reading import option
 
 CAPTURE_WAYS = ("layer", "chunk", "layer+compile", "chunk+compile")
 COLUMNS: list[Column] = [

@@ -48,9 +48,8 @@ from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.ranks import Launch, processes
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, Count, option
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.config.values import Count, option
 from packgraph.train.features.context import measured_cost
 from packgraph.train.feed import MicrobatchAssignment
 from packgraph.train.optimizer import Optimizer

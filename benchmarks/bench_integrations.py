@@ -49,8 +49,7 @@ from packgraph.ops.log_probabilities import logprobs
 from packgraph.ops.loss import IGNORED
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import ConfigError, Count, option
 
 ATTENTION = "packgraph_bench"
 STEPS_AHEAD = 3  # eager calls, captures and compiling

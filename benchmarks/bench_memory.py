@@ -41,7 +41,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import Count, option
 
 Attention = Annotated[str, ("auto", *CAPTURABLE)]
 COLUMNS: list[Column] = [

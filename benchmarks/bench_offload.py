@@ -77,7 +77,7 @@ from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import OffloadKnobs, plan_by_knobs, plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import Count, option
 from packgraph.viz.offload import chrome_trace, draw_offload_svg
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")

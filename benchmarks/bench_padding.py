@@ -21,7 +21,7 @@ from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.step import KILO, BenchArguments
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import Count, option
 
 Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
 POLICIES = (

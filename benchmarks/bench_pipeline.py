@@ -45,8 +45,7 @@ from packgraph.parallel.pipeline.schedule import (
     slot_counts,
 )
 from packgraph.parallel.ranks import Launch, processes
-from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import ConfigError, Count, option
 
 PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
 WITHOUT_GRAPHS = ("eager", "compile")

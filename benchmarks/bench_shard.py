@@ -46,7 +46,7 @@ from packgraph.ops.attention.api import BACKENDS, choose_backend
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.ranks import Launch, processes
-from packgraph.train.config.values import Count, option
+from packgraph.train.config.reading import Count, option
 from packgraph.train.feed import count_loss_tokens, shares
 
 # In the names of what exchanges data: NCCL's kernels, copies from other GPUs, barriers.

@@ -19,7 +19,7 @@ from typing import Any
 from packgraph.bench.command import Benchmark
 from packgraph.bench.rows import Row
 from packgraph.bench.step import BenchArguments
-from packgraph.train.config.values import option
+from packgraph.train.config.reading import option
 
 ALLOWED = 0.05  # more time or memory than the stored row
 # What a row says of what was asked for; all of it must be equal for figures to be comparable.

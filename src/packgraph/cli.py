@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import packgraph
 from packgraph.train.config.commands import USAGE
-from packgraph.train.config.values import printable, shown, text_problem
+from packgraph.train.config.reading import printable, shown, text_problem
 
 USER_ERROR = 2
 FAILED = 1

@@ -43,14 +43,19 @@ from packgraph.train.config.commands import (
     VerifyArguments,
 )
 from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
-from packgraph.train.config.reading import ConfigError, ConfigLayer, nearest, read_config
-from packgraph.train.config.values import CommandArguments
+from packgraph.train.config.reading import (
+    CommandArguments,
+    ConfigError,
+    ConfigLayer,
+    nearest,
+    read_config,
+)
 from packgraph.train.data.shard_build import DataArguments
 from packgraph.train.export import ChatArguments
 from packgraph.train.export import export as export_run
 from packgraph.train.features.live import live_layer
-from packgraph.train.plan import USAGE as PLAN_DATA_USAGE
 from packgraph.train.plan import (
+    PLAN_DATA_USAGE,
     PlanArguments,
     data_layers,
     is_data_plan,

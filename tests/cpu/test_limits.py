@@ -30,7 +30,7 @@ from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, M
 from packgraph.ops import grouped_gemm
 from packgraph.train.config.command_line import all_options
 from packgraph.train.config.presets import preset
-from packgraph.train.config.values import ValueProblem, convert
+from packgraph.train.config.reading import ValueProblem, convert
 
 RESULTS = ROOT / "benchmarks" / "results"
 

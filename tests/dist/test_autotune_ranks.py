@@ -19,8 +19,8 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.ranks import on_first
 from packgraph.train import autotune
 from packgraph.train.autotune import FASTER, TIMED
+from packgraph.train.config.reading import render
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.config.values import render
 from packgraph.train.signals import StopRequest
 
 NAMES = [render(capacity) for capacity in CAPACITIES]

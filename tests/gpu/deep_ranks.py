@@ -27,8 +27,7 @@ from packgraph.graphs.memory.allocator import most_reserved
 from packgraph.parallel.ranks import Launch, from_all, processes
 from packgraph.train.config.command_line import parse_arguments
 from packgraph.train.config.presets import PRESETS, preset
-from packgraph.train.config.reading import read_config
-from packgraph.train.config.values import CommandArguments
+from packgraph.train.config.reading import CommandArguments, read_config
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.verification.command import print_report
 from packgraph.verification.ranks import RanksReport

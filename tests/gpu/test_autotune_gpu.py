@@ -12,7 +12,7 @@ from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.graphed import Control, forward_backward
 from packgraph.train import strategies
 from packgraph.train.autotune import FASTER, TIMED
-from packgraph.train.config.values import render
+from packgraph.train.config.reading import render
 from packgraph.train.signals import StopRequest
 from packgraph.train.strategies import MicrobatchExecutor
 

@@ -16,8 +16,7 @@ from packgraph.bench.rows import Column, Rows, facts
 from packgraph.bench.step import BenchArguments
 from packgraph.parallel.ranks import Launch
 from packgraph.train.config.command_line import options_help, parse_arguments
-from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.values import shown
+from packgraph.train.config.reading import ConfigError, shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1

@@ -32,7 +32,7 @@ from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
 from packgraph.train.config.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
-from packgraph.train.decoder_estimates import decoder_cost
+from packgraph.train.features.context import decoder_cost
 from packgraph.train.plan import FEWEST_SIZES, MULTIPLES
 
 PARTS = ("model", "layers")

@@ -42,7 +42,7 @@ from packgraph.ops.attention.api import BACKENDS
 from packgraph.ops.float8.linear import is_float8
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.ranks import Launch
-from packgraph.train.config.values import CommandArguments, Count, option
+from packgraph.train.config.reading import CommandArguments, Count, option
 
 KILO = 1024
 CPU_TOKENS = (128,)

@@ -38,7 +38,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather_numbers
-from packgraph.train.config.values import render
+from packgraph.train.config.reading import render
 from packgraph.train.feed import MicrobatchAssignment, StepPack
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Autotune:
         at once or one graph holds them all; there is one choice then. sharing: who runs which
         packs, default: replicas. `clock` may be replaced before the first step."""
         self.whole_steps, self.off = whole_steps, ""
+        self._unit = "ms per 1,000 places" if whole_steps else "ms per microbatch"
         self.choices: dict[Bucket, Choice] = {}
         self._graphs, self._mesh, self._device = graphs, mesh, device
         self._bank: frozenset[Capacity] = frozenset()
@@ -202,10 +203,6 @@ class Autotune:
             "autotune": f"off: {self.off}" if self.off else self._unit,
             "choices": {render(bucket): self._described(bucket) for bucket in self._buckets},
         }
-
-    @property
-    def _unit(self) -> str:
-        return "ms per 1,000 places" if self.whole_steps else "ms per microbatch"
 
     def _described(self, bucket: Bucket) -> dict[str, Any]:
         of_eager, of_replay, *samples = self._figures(bucket, 1)

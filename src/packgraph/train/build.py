@@ -91,20 +91,18 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the
     executor. sums_apart: as in `FlatParameters`."""
-    layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
         model.named_parameters(),
         replace(config.optimizer, gradients=config.gradient_dtype(mesh.world)),
         mesh,
-        layers,
+        {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()},
         config.parallel.known_shard,
         resident=resident_on(model, config, mesh),
         sums_apart=sums_apart,
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:
-            numbers = set(layers_of(chunk).values())
-            ShardedLayers(optimizer.flat, numbers).put_into(chunk)
+            ShardedLayers(optimizer.flat, set(layers_of(chunk).values())).put_into(chunk)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
@@ -214,12 +212,11 @@ def load_weights(models: Sequence[DecoderModel], path: str) -> None:
     with _one_error():
         found, _ = pretrained_config(folder)
         here = shape_values(models[0].config)
-        differing = [
+        if differing := [
             f"model.{name} is {value!r} there, {here[name]!r} here"
             for name, value in shape_values(found).items()
             if value != here[name] and name != "mtp_layers"
-        ]
-        if differing:
+        ]:
             raise WeightsError(
                 f"{path}: these weights are of another shape than the run: {'; '.join(differing)}"
             )

@@ -73,6 +73,7 @@ class Evaluation:
     Attributes:
         best: What they have found so far.
         feeds: By source, at its beginning between evaluations.
+        enabled: Whether there is anything to evaluate on.
     """
 
     def __init__(
@@ -91,16 +92,12 @@ class Evaluation:
         self._mesh, self._overflow = mesh, optimizer.overflow
         self._device = optimizer.learning_rate.device
         self.feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
+        self.enabled = bool(self.feeds)
         self._begin = {name: own.state_dict() for name, own in self.feeds.items()}
         identities = [state["identity"] for state in self._begin.values()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
         self._seconds, self._counts = 0.0, (0, 0)  # replayed and eager forwards of the last one
-
-    @property
-    def enabled(self) -> bool:
-        """True if there is anything to evaluate on."""
-        return bool(self.feeds)
 
     def is_due(self, step: int) -> bool:
         """Tells whether an evaluation follows this step."""

@@ -40,9 +40,15 @@ from packgraph.train.checkpoint.writer import (
 )
 from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.presets import preset
-from packgraph.train.config.reading import ConfigError, read_config
+from packgraph.train.config.reading import (
+    CommandArguments,
+    ConfigError,
+    option,
+    path_problem,
+    read_config,
+    shown,
+)
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.config.values import CommandArguments, option, path_problem, shown
 from packgraph.train.data import MissingPackageError, Tokenizer, build_tokenizer
 from packgraph.train.data.source import Message
 from packgraph.train.features.live import transformers_module
@@ -94,8 +100,15 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
     config = config_of(run)
     if adapter:
         needs_merged(config)
-    for file in _read_files(config):
-        if not _is_of_its_folder(file):
+    # Files whose content goes into an export lie in their folder, or beside it in the hub's cache;
+    # tokenizer.json is known as a file of its own.
+    source = _tokenizer_folder(config)
+    read = [] if source is None else [source / name for name in TOKENIZER_FILES[1:]]
+    read += [] if config.hf.path is None else [Path(config.hf.path).expanduser() / GENERATION]
+    for file in filter(Path.is_file, read):
+        home = file.parent.resolve()
+        cache = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+        if not any(file.resolve().is_relative_to(root) for root in (home, *cache)):
             raise WeightsError(
                 f"{file}: a link to {file.resolve()}, which is none of the model's files; remove "
                 "the link, or put a copy in its place"
@@ -145,23 +158,6 @@ def _moved_into(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _read_files(config: TrainConfig) -> list[Path]:
-    """Files whose content goes into an export, but the tokenizer.json, which is known as one."""
-    source = _tokenizer_folder(config)
-    found = [] if source is None else [source / name for name in TOKENIZER_FILES[1:]]
-    if config.hf.path is not None:
-        found.append(Path(config.hf.path).expanduser() / GENERATION)
-    return [file for file in found if file.is_file()]
-
-
-def _is_of_its_folder(file: Path) -> bool:
-    """Tells whether a file, or the target of a link, lies in its folder or beside it in the hub's
-    cache."""
-    folder = file.parent.resolve()
-    cache = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
-    return any(file.resolve().is_relative_to(root) for root in (folder, *cache))
-
-
 def _tokenizer_folder(config: TrainConfig) -> Path | None:
     """Folder of the tokenizer's files, or None."""
     tokenizer = Path(config.data.tokenizer).expanduser()
@@ -175,8 +171,7 @@ def load_trained(
 ) -> tuple[DecoderModel | PackedModel, Path]:
     """The model of a run on the CPU, with the weights of its newest or best checkpoint (adapters
     not merged), and that checkpoint. Raises ConfigError, CheckpointError and WeightsError."""
-    checkpoint = (best_checkpoint if best else latest_checkpoint)(run / CHECKPOINTS)
-    if checkpoint is None:
+    if (checkpoint := (best_checkpoint if best else latest_checkpoint)(run / CHECKPOINTS)) is None:
         which = "checkpoint that is called the best" if best else "checkpoint to export"
         raise CheckpointError(f"{run / CHECKPOINTS}: there is no {which}")
     _, state = load_state(checkpoint)
@@ -203,8 +198,7 @@ def config_of(run: Path) -> TrainConfig:
 
 def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
     """Copy the files of the tokenizer beside the weights, and say what ends and pads a text."""
-    source = _tokenizer_folder(config)
-    if source is None:
+    if (source := _tokenizer_folder(config)) is None:
         return
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

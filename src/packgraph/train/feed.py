@@ -347,16 +347,11 @@ class StepFeed:
         return self._stream.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError as the stream does."""
+        """Go on where `state` was taken: steps made ahead are made anew. Raises DataError as the
+        stream does."""
         self._drop()
         self._stream.load_state_dict(state)
         self._state = self._counts = None
-
-    def drop_ahead(self) -> None:
-        """Put the stream where the last step that was taken has left it, so that it may be told how
-        to go on; steps made ahead are made anew."""
-        if self._state is not None:
-            self.load_state_dict(self._state)
 
     def _drop(self, limit: float | None = None) -> None:
         """Forget what was made ahead, and wait for what is being made; what it met is met again.

@@ -48,9 +48,8 @@ from packgraph.parallel.ranks import (
     processes,
     set_nccl,
 )
-from packgraph.train.config.reading import ConfigError, differences, to_dict
+from packgraph.train.config.reading import ConfigError, differences, shown, to_dict
 from packgraph.train.config.sections import AUTO, DataConfig, TrainConfig
-from packgraph.train.config.values import shown
 from packgraph.train.data import (
     DataError,
     DocumentSource,
@@ -210,12 +209,10 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     world: number of processes; each of them reads all packs, and finds the same. Raises ConfigError
     and DataError.
     """
-    problems = validate(config, device.type, world=world)
-    if problems:
+    if problems := validate(config, device.type, world=world):
         raise ConfigError(problems)
     tokenizer = build_tokenizer(config.data)
-    problems = validate(config, device.type, tokenizer.vocab_size, world)
-    if problems:
+    if problems := validate(config, device.type, tokenizer.vocab_size, world):
         raise ConfigError(problems)
     documents, held_out = open_for_evaluation(config, open_documents(config.data), tokenizer)
     config, notes = with_capacities(config, documents, tokenizer, device)
@@ -259,8 +256,8 @@ def input_facts(given: TrainConfig, prepared: Prepared) -> dict[str, Any]:
     for path in (config.hf.path, None if config.run.resume else config.run.init_from):
         if path is not None:
             facts[f"weights in {path}"] = _sampled(Path(path).expanduser())
-    found = {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES}
-    return facts | found
+    every = metadata.distributions()
+    return facts | {each.name: each.version for each in every if each.name in PACKAGES}
 
 
 def _sampled(folder: Path) -> str:
@@ -482,8 +479,7 @@ def next_commands(
             found |= {} if target.exists() else {"Hugging Face weights": export}
     board = folder / BOARD
     if board.is_dir() and any(board.iterdir()):
-        words = _program("tensorboard", "tensorboard.main")
-        found["curves"] = [*words, "--logdir", str(board)]
+        found["curves"] = [*_program("tensorboard", "tensorboard.main"), "--logdir", str(board)]
     return found
 
 

@@ -21,7 +21,7 @@ What a run takes at least is held against what there is before anything is alloc
 A run that cannot fit would fill the machine until the system ends it (and others) without a word. A
 run that may fit must not be refused, so only what is certain counts: of a microbatch, what autograd
 saves. In six small decoders on the CPU that was 0.75 to 3.7 times the estimate of
-`decoder_estimates.py`; four whole runs there took 1.05 to 1.14 times `Need.total`.
+`DecoderMemory`; four whole runs there took 1.05 to 1.14 times `Need.total`.
 
 `available_memory` is what a process may still take: of the device, or of the host within the limits
 of its control groups.
@@ -31,7 +31,7 @@ takes more without a word, so the smallest of all limits counts. Caches of files
 gives them up first.
 
 The peak of a step (`predicted_peak`) is predicted from shapes alone; activations are those of
-`decoder_estimates.py`, within 15 % of what Qwen3-0.6B took:
+`DecoderMemory`, within 15 % of what Qwen3-0.6B took:
 
     state      weights, gradients, optimizer state: `need_of`
     near       what layers keep for the backward, of all microbatches in flight
@@ -65,6 +65,7 @@ from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.undone import explained
+from packgraph.models.branches import head_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import (
     ModelChunks,
@@ -74,12 +75,14 @@ from packgraph.models.decoder import (
     stage_weights,
 )
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
+from packgraph.ops.float8.cast import BLOCK
+from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, MXFP8, is_float8
+from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.capacity import Capacity, in_short
 from packgraph.parallel.flat_buffers import ALIGNMENT, take_turns
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.train.config.reading import one_problem
-from packgraph.train.config.sections import TrainConfig
-from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.config.sections import ITEMSIZE, TrainConfig
 from packgraph.train.features.context import stage_tokens
 from packgraph.train.features.live import live_shape
 from packgraph.train.updates import adamw, adamw8bit, muon
@@ -203,12 +206,10 @@ def _predicted(
                 raise error
             # Also want of memory for arguments, say: who does not come to agree is waited for.
             with explained():
-                sample = arguments(number, capacity)
-                banks.append(trial_memory(chunk, [sample], slots[number]))
+                banks.append(trial_memory(chunk, [arguments(number, capacity)], slots[number]))
         except CaptureError as failed:
             error = failed
-        error = consensus(what, error)
-        if error is not None:
+        if (error := consensus(what, error)) is not None:
             told, no_room = error.what, isinstance(error.__cause__, torch.OutOfMemoryError)
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
@@ -228,6 +229,10 @@ SHARE = 0.9
 MASTERS = 4  # bytes of an element under bfloat16: a float32 copy
 
 FLOAT = torch.float32.itemsize
+SCALE_BYTES = 4
+KERNELS_PER_LAYER = 75  # forward and backward, nothing fused
+BYTES_PER_KERNEL = 10_000  # of device memory in an instantiated graph
+COMPILED = 0.85  # of what a layer keeps that is not compiled
 HELD = 12  # bytes of an element of a piece of the state
 
 
@@ -330,7 +335,6 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         return _need_of_frozen(config, device_type, world)
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
-    itemsize = getattr(torch, config.run.dtype).itemsize
     replicas = layout.replicas(world) * layout.cp
     # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
     # copies.
@@ -343,7 +347,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     kept = partial(
         DecoderMemory,
         model,
-        itemsize=itemsize,
+        itemsize=ITEMSIZE[config.run.dtype],
         parts=layout.tp,
         rows=layout.cp,
         compiled=config.graph.compile,
@@ -360,23 +364,24 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
     blocks = replicas > 1 and layout.sharers() < replicas
     sums = _kept(kept_again, layout, replicas) if blocks else 0.0
-    wide = getattr(torch, config.gradient_dtype(world)).itemsize
-    graph = config.graph
+    graph, gathers = config.graph, config.parallel.known_shard == "parameters"
+    # A forward may keep less than its layers do one by one.
+    less = graph.compile or bool(config.offload.modules) or config.run.recompute != NONE
     # Beside an eager microbatch, whose memory CUDA's allocator frees before.
     has_pool = (
         device_type == "cpu"
         and graph.enabled
         and graph.memory_budget is None
         and graph.scope is None
-        and not _may_keep_less(config)
+        and not less
     )
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
-        round(itemsize * (held - (spared if config.parallel.known_shard == "parameters" else 0))),
-        round(wide * (held - spared + sums)),
+        round(ITEMSIZE[config.run.dtype] * (held - (spared if gathers else 0))),
+        round(ITEMSIZE[config.gradient_dtype(world)] * (held - spared + sums)),
         _on_device(config, device_type, state, updated),
-        0 if _may_keep_less(config) else microbatch,
+        0 if less else microbatch,
         microbatch if has_pool else 0,
         capacity,
     )
@@ -386,22 +391,22 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     """The same of a model of transformers, or of one with adapters: weights, and what trains all
     of them; adapters and microbatches are not counted. What is sharded of a model of transformers
     is estimated by its sizes, as if it had no experts."""
-    if config.hf.path is not None:
-        elements = live_shape(config.hf.path).elements
-    else:
-        elements = stage_weights(config.model, 0, 1)[0]
-    itemsize = getattr(torch, config.run.dtype).itemsize
-    wide = getattr(torch, config.gradient_dtype(world)).itemsize
-    trained = 0 if config.lora.enabled else elements
-    state = _state_bytes(config, trained, trained / world)
-    state = _on_device(config, device_type, state, trained / world)
-    gradients = trained
-    if config.parallel.shards and world > 1:
-        layout = config.parallel.layout().resolved(world)
+    path, parallel, spared = config.hf.path, config.parallel, 0
+    whole = stage_weights(config.model, 0, 1)[0] if path is None else live_shape(path).elements
+    trained = 0 if config.lora.enabled else whole
+    if parallel.shards and world > 1:
+        layout = parallel.layout().resolved(world)
         spared = round(_spared(_sharded(config, layout, 0), layout))
-        elements -= spared if config.parallel.known_shard == "parameters" else 0
-        gradients -= spared if trained else 0
-    return Need(elements * itemsize, gradients * wide, state, 0, 0, _sure_capacity(config))
+    held = whole - (spared if parallel.known_shard == "parameters" else 0)
+    state = _state_bytes(config, trained, trained / world)
+    return Need(
+        held * ITEMSIZE[config.run.dtype],
+        (trained - (spared if trained else 0)) * ITEMSIZE[config.gradient_dtype(world)],
+        _on_device(config, device_type, state, trained / world),
+        0,
+        0,
+        _sure_capacity(config),
+    )
 
 
 def _on_device(config: TrainConfig, device_type: str, state: int, updated: float) -> int:
@@ -418,7 +423,7 @@ def _state_bytes(config: TrainConfig, held: int, updated: float, hidden: float =
     held: elements of this rank's parameters. updated: those of them that it updates. hidden: those
     of matrices of layers, experts apart.
     """
-    masters = MASTERS if getattr(torch, config.run.dtype).itemsize < torch.float32.itemsize else 0
+    masters = MASTERS if config.run.dtype != "float32" else 0
     name = config.optimizer.name
     if name == "adafactor":
         # A mean and a sum a row and a column, on every rank; few matrices are much narrower than
@@ -548,11 +553,6 @@ def _sure_capacity(config: TrainConfig) -> Capacity:
     return graph.packing_capacities()[0]
 
 
-def _may_keep_less(config: TrainConfig) -> bool:
-    """Tells whether a forward may keep less than its layers do one by one."""
-    return config.graph.compile or bool(config.offload.modules) or config.run.recompute != "none"
-
-
 class ActivationBytes(NamedTuple):
     """Bytes of the fullest rank. moved: what of one row waits on the host. near: what all rows in
     flight keep on the device. working: what one layer computes again. head: of logits and loss."""
@@ -580,10 +580,9 @@ def activation_bytes(
         offload: Whether what is kept waits on the host, or with recomputation the inputs of layers.
     """
     model, layout = config.model, config.parallel.layout()
-    itemsize = 4 if config.run.dtype == "float32" else 2
     recompute = config.run.recompute
     compiled = config.graph.compile and recompute == NONE
-    memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp, compiled)
+    memory = DecoderMemory(model, 0, ITEMSIZE[config.run.dtype], layout.tp, layout.cp, compiled)
     head = memory(capacity)
     layers = -(-model.depth // layout.pp)
     whole = replace(memory, layers=layers)(capacity) - head
@@ -638,11 +637,6 @@ def kept_columns(model: DecoderConfig, kind: str) -> float:
     return found
 
 
-def left_for_state(memory: int, peak: int) -> int:
-    """Bytes for state, of so many that a run may take, beside its peak without any."""
-    return max(0, round(SHARE * memory) - peak)
-
-
 def resident_bytes(config: TrainConfig, memory: int | None, world: int = 1, rank: int = 0) -> int:
     """Bytes of the optimizer's state that may stay on the device.
 
@@ -656,9 +650,9 @@ def resident_bytes(config: TrainConfig, memory: int | None, world: int = 1, rank
         return 0
     if (chosen := config.optimizer.resident_bytes()) is not None:
         return chosen
-    return (
-        0 if memory is None else left_for_state(memory, predicted_peak(config, "cuda", world, rank))
-    )
+    if memory is None:
+        return 0
+    return max(0, round(SHARE * memory) - predicted_peak(config, "cuda", world, rank))
 
 
 def resident_on(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> int:
@@ -701,5 +695,69 @@ def planned_state(
         return 0, 0
     if (chosen := options.resident_bytes()) is not None:
         return 0, max(0, whole - chosen)
-    stays = 0 if memory is None else min(whole, left_for_state(memory, peak))
+    stays = 0 if memory is None else min(whole, max(0, round(SHARE * memory) - peak))
     return stays, whole - stays
+
+
+@dataclass(frozen=True)
+class DecoderMemory:
+    """Bytes of the pool that graphs of a decoder need, from its shape, until a run measures them.
+
+    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
+    columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
+    as much. compiled: whether the layers are. in_place: whether the loss writes gradients over its
+    logits, as on CUDA. A branch of a layer keeps for every token 3 vectors of the hidden size and
+    those of its own, compiled layers `COMPILED` of that; the loss holds the gradient of the head
+    twice, and one chunk of logits, with float32 copies unless it writes over them, which it does
+    not with tp; a product in float8 has codes of its operands while it runs. Within 5
+    % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 % above uncompiled ones;
+    not measured for latent attention, experts and Mamba-2.
+    """
+
+    model: DecoderConfig
+    layers: int
+    itemsize: int
+    parts: int = 1
+    rows: int = 1
+    compiled: bool = False
+    in_place: bool = True
+
+    def __call__(self, capacity: Capacity) -> int:
+        """Bytes for graphs of `capacity`."""
+        model, tokens = self.model, capacity.tokens // self.rows
+        # Averaged over layers: branches, and numbers that they save for the backward.
+        branches = sum(len(model.branches(layer)) for layer in range(model.depth)) / model.depth
+        counted = ((model.count(name), kind) for name, kind in model.kinds().items())
+        columns = sum(count * kind.saved_columns(model) for count, kind in counted) / model.depth
+        per_token = 3 * branches * model.hidden_size + columns / self.parts
+        head = 4 * head_weights(model)
+        kept = self.layers * per_token * self.itemsize * tokens * (COMPILED if self.compiled else 1)
+        codes = _codes(model, tokens, self.parts) if self.layers else 0
+        return round(kept + self._logits(tokens) + head / self.parts) + codes
+
+    def _logits(self, tokens: int) -> float:
+        """Bytes of a chunk of logits, and of what their gradients are made of."""
+        words = self.model.vocab_size / self.parts
+        in_place = self.in_place and self.parts == 1
+        rows = min(tokens, rows_per_chunk(round(words), self.itemsize if in_place else None))
+        return rows * words * (self.itemsize if in_place else 4 + 2 * self.itemsize + 2)
+
+
+def _codes(model: DecoderConfig, tokens: int, parts: int) -> int:
+    """Bytes of the largest product's operands in float8, and of what their rows are scaled by.
+    parts: as in `DecoderMemory`."""
+    if not is_float8(model.precision):
+        return 0
+    hidden = model.hidden_size
+    width = max(model.intermediate_size // parts, hidden)
+    if model.precision == MXFP8:  # scales in float32, and as the product reads them
+        per_block = BLOCK + SCALE_BYTES + 1
+        return (tokens * width + width * hidden) // BLOCK * per_block
+    of_rows = tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
+    of_columns = (width + hidden) * (tokens + SCALE_BYTES)
+    return max(of_rows, of_columns if model.precision == FLOAT8_GRADIENTS else 0)
+
+
+def graph_bytes(layers: int) -> int:
+    """Device memory of the graphs of one capacity beside the pool."""
+    return layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from packgraph.models.foreign import naming
-from packgraph.train.config.values import flat
+from packgraph.train.config.reading import flat
 from packgraph.train.run_files import (
     RunFileError,
     parse_json,
@@ -64,7 +63,7 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def fetch_late(values: Tensor) -> Callable[[], list[float]]:
+def fetch_late(values: torch.Tensor) -> Callable[[], list[float]]:
     """Starts to copy a small tensor to the host. Returns what waits for the copy, and gives its
     numbers."""
     if not values.is_cuda:
@@ -246,18 +245,14 @@ def _parse_row(line: str) -> tuple[dict[str, Any] | None, bool]:
     """A row without its checksum, None if it is damaged; and whether it has a checksum."""
     try:
         row = parse_json(line)
-    except ValueError:
-        return None, False
-    if not isinstance(row, dict) or any(
-        type(row.get(key)) not in kinds for key, kinds in NEEDED.items()
-    ):
-        return None, False
-    is_summed = CRC in row
-    expected = row.pop(CRC, None)
-    try:
+        if not isinstance(row, dict) or any(
+            type(row.get(key)) not in kinds for key, kinds in NEEDED.items()
+        ):
+            return None, False
+        is_summed, expected = CRC in row, row.pop(CRC, None)
         return (row if not is_summed or expected == _crc(row) else None), is_summed
-    except RecursionError:
-        return None, is_summed
+    except (ValueError, RecursionError):
+        return None, False
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:
@@ -333,8 +328,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, folder: Path, last_step: int, config: Mapping[str, Any], name: str) -> None:
-        wandb = import_module("wandb")
-        self._run = wandb.init(
+        self._run = import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=folder.name,
             id=name,
@@ -368,8 +362,7 @@ class MLflow:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self._client.get_experiment_by_name(title)
         experiment = known.experiment_id if known else self._client.create_experiment(title)
-        found = self._client.search_runs([experiment], f"tags.packgraph = '{name}'")
-        if found:
+        if found := self._client.search_runs([experiment], f"tags.packgraph = '{name}'"):
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
@@ -395,8 +388,3 @@ TRACKERS: dict[str, Callable[[Path, int, Mapping[str, Any], str], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-
-
-def missing_trackers(names: Sequence[str]) -> list[str]:
-    """Those of `names` that are not installed, but for tensorboard, which nobody has asked for."""
-    return [name for name in names if name != "tensorboard" and find_spec(name) is None]

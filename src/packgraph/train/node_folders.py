@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all, on_each, on_first
@@ -51,10 +50,6 @@ class NodeFolders:
     def others(self) -> list[int]:
         """Leaders of the nodes that do not see the folder of rank 0."""
         return sorted({*self.leaders} - {0})
-
-    def is_apart(self, rank: int) -> bool:
-        """Tells whether a rank does not see the folder of rank 0."""
-        return self.leaders[rank] != 0
 
     def leads(self, rank: int) -> bool:
         """Tells whether a rank makes and cleans the folder of a node that is not rank 0's."""
@@ -85,7 +80,7 @@ def gather_shards(writing: Path, mesh: Mesh, nodes: NodeFolders) -> dict[str, st
     """
     if not nodes.others:
         return {}
-    own = writing.glob(f"__{mesh.rank}_*") if nodes.is_apart(mesh.rank) else ()
+    own = writing.glob(f"__{mesh.rank}_*") if nodes.leaders[mesh.rank] else ()
     sizes = on_each(mesh, lambda: {path.name: path.stat().st_size for path in own}, OSError)
     transfers = [
         (sender, name, size)
@@ -109,7 +104,7 @@ def checkpoint_here(path: Path, mesh: Mesh, nodes: NodeFolders) -> Iterator[Path
         yield path
         return
     leads = nodes.leads(mesh.rank)
-    here = path.with_name(WRITING + path.name) if nodes.is_apart(mesh.rank) else path
+    here = path.with_name(WRITING + path.name) if nodes.leaders[mesh.rank] else path
     try:
         try:
             on_each(
@@ -225,7 +220,7 @@ def _carry(
 
 
 def _problem(
-    action: Callable[[Path, int, Tensor], None], path: Path, start: int, piece: Tensor
+    action: Callable[[Path, int, torch.Tensor], None], path: Path, start: int, piece: torch.Tensor
 ) -> str:
     """Reads or writes a piece; returns the reason why that failed, or ""."""
     try:
@@ -235,14 +230,14 @@ def _problem(
     return ""
 
 
-def _read_piece(path: Path, start: int, piece: Tensor) -> None:
+def _read_piece(path: Path, start: int, piece: torch.Tensor) -> None:
     with path.open("rb") as stream:
         stream.seek(start)
         if stream.readinto(piece.numpy().data) != len(piece):
             raise OSError("it has become shorter")
 
 
-def _write_piece(path: Path, start: int, piece: Tensor) -> None:
+def _write_piece(path: Path, start: int, piece: torch.Tensor) -> None:
     with path.open("r+b" if start else "wb") as stream:
         stream.seek(start)
         stream.write(piece.numpy().data)

@@ -18,8 +18,8 @@ from packgraph.parallel.deferred import on_meta
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Layout, Mesh, Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
+from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
 from packgraph.train.features.context import (
     context_problems_of_run,
     places_multiple,
@@ -35,8 +35,7 @@ class DataParallelism(Parallelism):
     name = "dp"
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
-        layout = config.parallel.layout()
-        found = [f"parallel: {problem}" for problem in layout.problems(world)]
+        found = [f"parallel: {problem}" for problem in config.parallel.layout().problems(world)]
         return found + (_shard_problems(config) if config.parallel.shards else [])
 
 
@@ -60,16 +59,16 @@ class PipelineParallelism(Parallelism):
         without = (
             parts_without(model, parts, scope, stage_tokens(config)) if scope is not None else []
         )
-        problems = {
-            f"{cut} needs at least as many layers, model.num_layers is "
-            f"{model.num_layers}": model.num_layers < parts,
-            f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on "
-            "the last one only; add attn or mlp": graph.enabled and graph.scope == ("head",),
-            f"graph.scope leaves nothing to capture on parts {without} of {cut}: add attn": bool(
-                without
-            ),
-        }
-        return true_of(problems)
+        return true_of(
+            {
+                f"{cut} needs at least as many layers, model.num_layers is "
+                f"{model.num_layers}": model.num_layers < parts,
+                f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is "
+                "on the last one only; add attn or mlp": graph.enabled and graph.scope == ("head",),
+                f"graph.scope leaves nothing to capture on parts {without} of {cut}: add "
+                "attn": bool(without),
+            }
+        )
 
     def tried(self, layout: Layout) -> list[Layout]:
         return _shares(layout, self.name)
@@ -156,12 +155,11 @@ class ExpertParallelism(Parallelism):
         return [replace(layout, ep=layout.dp or 1)] if _has_replicas_alone(layout) else []
 
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
-        buffers = make_buffers(models, config, next(models[0].parameters()).device, mesh)
         by = partial(
             make_dispatcher,
             config.parallel.dispatcher_name,
             factor=config.parallel.expert_room,
-            buffers=buffers,
+            buffers=make_buffers(models, config, next(models[0].parameters()).device, mesh),
         )
         for model in models if config.model.experts.enabled else ():
             split_experts(model, mesh, by)
@@ -208,22 +206,23 @@ def _shard_problems(config: TrainConfig) -> list[str]:
     """Lists what keeps layers from being sharded over the replicas."""
     parallel, graph = config.parallel, config.graph
     kept = f"parallel.shard = {parallel.shard} is not there yet with"
-    problems = {
-        f"{kept} parallel.dynamic_cp; leave one of them out": parallel.dynamic_cp,
-        f"{kept} graph.granularity = step, without graph.optimizer; leave one of them out": (
-            graph.enabled and graph.granularity == "step" and not graph.optimizer
-        ),
-        f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
-        "ranks that share no layers run different microbatches, but all replicas launch the graph "
-        "of a step together; leave one of them out": graph.enabled
-        and graph.optimizer
-        and parallel.shard_ranks > 0,
-        "parallel.shard = gradients with lora.rank shards nothing: the model under adapters has no "
-        "gradients, and those of adapters are small; use parallel.shard = parameters": (
-            config.lora.enabled and parallel.shard == "gradients"
-        ),
-    }
-    return true_of(problems)
+    return true_of(
+        {
+            f"{kept} parallel.dynamic_cp; leave one of them out": parallel.dynamic_cp,
+            f"{kept} graph.granularity = step, without graph.optimizer; leave one of them out": (
+                graph.enabled and graph.granularity == "step" and not graph.optimizer
+            ),
+            f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
+            "ranks that share no layers run different microbatches, but all replicas launch the "
+            "graph of a step together; leave one of them out": graph.enabled
+            and graph.optimizer
+            and parallel.shard_ranks > 0,
+            "parallel.shard = gradients with lora.rank shards nothing: the model under adapters "
+            "has no gradients, and those of adapters are small; use parallel.shard = parameters": (
+                config.lora.enabled and parallel.shard == "gradients"
+            ),
+        }
+    )
 
 
 def _shares(layout: Layout, name: str) -> list[Layout]:
@@ -244,8 +243,7 @@ def _has_replicas_alone(layout: Layout) -> bool:
 def _row_problems(config: TrainConfig) -> list[str]:
     """Lists what keeps rows from being cut for the ranks of a context as asked."""
     parallel = config.parallel
-    found = context_problems(config.model, parallel.cp, parallel.tp, parallel.cp_kind)
-    if found:
+    if found := context_problems(config.model, parallel.cp, parallel.tp, parallel.cp_kind):
         return found
     multiple, known = places_multiple(config), known_capacities(config)
     odd = ", ".join(

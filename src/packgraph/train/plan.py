@@ -38,24 +38,33 @@ from packgraph.parallel.context.request import (
 from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, read_config
-from packgraph.train.config.sections import SOURCES, TrainConfig
-from packgraph.train.config.values import CommandArguments, Count, option, path_problem, shown
+from packgraph.train.config.reading import (
+    CommandArguments,
+    ConfigError,
+    ConfigLayer,
+    Count,
+    one_problem,
+    option,
+    path_problem,
+    read_config,
+    shown,
+)
+from packgraph.train.config.sections import ITEMSIZE, SOURCES, TrainConfig
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.data.microbatches import overlong_of
 from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
-from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.features.context import (
     common_multiple,
     context_choices,
     context_cost,
     context_notes,
+    decoder_cost,
     kernels_cost,
     places_multiple,
     zigzag_sizes,
 )
-from packgraph.train.memory import limit_of
+from packgraph.train.memory import DecoderMemory, graph_bytes, limit_of
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY, stored_config
 from packgraph.viz.buckets import describe_plan, plan_values
@@ -66,7 +75,7 @@ HELD_OUT = 5  # one document in so many
 MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough
 FEWEST_SIZES = 16
 GIBIBYTE = 2**30
-USAGE = f"""\
+PLAN_DATA_USAGE = f"""\
 usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
 
 Choose the capacities graphs are captured for from the lengths of the documents, as
@@ -172,7 +181,7 @@ def bucket_request(
         pool_bytes=DecoderMemory(
             model,
             layers,
-            2 if config.run.dtype == "bfloat16" else 4,
+            ITEMSIZE[config.run.dtype],
             parallel.tp,
             parallel.cp,
             config.graph.compile,
@@ -415,8 +424,7 @@ def data_layers(data: str | None) -> list[ConfigLayer]:
         return []
     if data == "stdlib":
         return [ConfigLayer("DATA", {"data": {"source": "stdlib"}})]
-    problem = path_problem(data)
-    if problem is not None:
+    if (problem := path_problem(data)) is not None:
         raise ConfigError([f"{shown(data)} cannot be the path of data: {problem}"])
     path = Path(data).expanduser()
     if not path.exists():

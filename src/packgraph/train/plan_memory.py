@@ -6,7 +6,7 @@ row, from the shape of the model. Nothing is run.
     working  what one layer computes again, and the head
 
 Times are those of the products, attention and scans at the device's speed, copies beside them. The
-estimates of activations are those of `decoder_estimates.py`, within 15 % of what Qwen3-0.6B took.
+estimates of activations are those of `DecoderMemory`, within 15 % of what Qwen3-0.6B took.
 
 With `--world N`, ways to spread a run over N ranks, what each takes of a rank's memory, and how fast
 it should be:
@@ -45,9 +45,14 @@ from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flat_buffers import SHARDS, Shard
 from packgraph.parallel.mesh import Layout
-from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
-from packgraph.train.config.values import CommandArguments, Count, option
+from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option
+from packgraph.train.config.sections import (
+    ITEMSIZE,
+    GraphConfig,
+    OffloadConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from packgraph.train.memory import (
     Need,
     activation_bytes,
@@ -177,14 +182,14 @@ def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> tuple[float, di
     """Estimates the cost of one whole row on one device: seconds of the forward of all layers, and
     those of the second one by the kind of recomputation."""
     model, tokens, length = config.model, asked.tokens, asked.length or asked.tokens
-    itemsize = 4 if config.run.dtype == "float32" else 2
     lengths = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
     beside = sum(
         model.count(name) * branch.operations(model, lengths)
         for name, branch in model.kinds().items()
     )
     forward = float(2 * token_weights(model) * tokens + beside) / (asked.tflops * 1e12)
-    cheap = (kept_columns(model, NONE) - kept_columns(model, SELECTIVE)) * itemsize * tokens
+    cheap = kept_columns(model, NONE) - kept_columns(model, SELECTIVE)
+    cheap *= ITEMSIZE[config.run.dtype] * tokens
     again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
     return forward, again
 
@@ -452,7 +457,7 @@ def _sent(
     model, parallel = config.model, config.parallel
     layout, shard = parallel.layout(), parallel.known_shard
     (capacity,) = config.graph.captured_capacities()
-    itemsize = 4 if config.run.dtype == "float32" else 2
+    itemsize = ITEMSIZE[config.run.dtype]
     layers = -(-model.depth // layout.pp)
     row = capacity.tokens // layout.cp * model.hidden_size * itemsize
     again = 1.5 if config.run.recompute == FULL else 1.0

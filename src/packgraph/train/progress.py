@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from packgraph.train.config.values import printable
+from packgraph.train.config.reading import printable
 
 FIRST = {
     "split": "a document longer than every capacity was split into pieces",

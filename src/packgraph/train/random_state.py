@@ -9,7 +9,6 @@ streams, cannot continue them and seeds anew.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from packgraph.parallel.mesh import Mesh
 
@@ -34,7 +33,7 @@ def all_streams(mesh: Mesh, *, sequence: bool) -> list[str]:
     )
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """Copies of the generators' states by name (`cpu` and, on CUDA, `cuda`), uint8 on the CPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -42,7 +41,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put states back that `random_states` gave for the same kind of device."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":

@@ -46,6 +46,7 @@ from packgraph.train.config.reading import (
     load_file,
     read_config,
     to_dict,
+    true_of,
 )
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import BOARD, METRICS, NAMES
@@ -155,29 +156,23 @@ def choose_folder(config: TrainConfig) -> Path:
         raise ConfigError(
             [f"run.folder = {parent}: this is a file; name the folder that is to hold all runs"]
         )
-    if config.run.resume:
-        folder = _newest(config)
-        if not folder.is_dir():
-            what = f"{folder}" if name is not None else f"of preset {config.preset} in {parent}"
-            raise ConfigError([f"--resume: there is no run {what}"])
-        if is_running(folder):
-            raise ConfigError(
-                [f"--resume: {folder} is being written by another process; stop that one first"]
-            )
-        return folder
-    if name is not None:
-        folder = parent / name
-        if is_running(folder):
-            raise ConfigError(
-                [f"{folder} is being written by another process; choose another --run.name"]
-            )
-        if folder.exists() and not _was_given_up(folder):
-            way = (
-                ", or go on with it by --resume"
-                if has_checkpoint(folder)
-                else " or remove that folder"
-            )
-            raise ConfigError([f"{folder} exists already; choose another --run.name{way}"])
+    if config.run.resume or name is not None:
+        folder, resumes, busy = _newest(config), config.run.resume, "is being written by another"
+        what = f"{folder}" if name is not None else f"of preset {config.preset} in {parent}"
+        goes_on = has_checkpoint(folder)
+        more = ", or go on with it by --resume" if goes_on else " or remove that folder"
+        problems = {
+            f"--resume: there is no run {what}": resumes and not folder.is_dir(),
+            f"--resume: {folder} {busy} process; stop that one first": resumes
+            and is_running(folder),
+            f"{folder} {busy} process; choose another --run.name": not resumes
+            and is_running(folder),
+            f"{folder} exists already; choose another --run.name{more}": not resumes
+            and folder.exists()
+            and not _was_given_up(folder),
+        }
+        if found := true_of(problems):
+            raise ConfigError(found[:1])
         return folder
     taken = _numbered(parent, config.preset)
     number = max(taken, default=0)
@@ -313,8 +308,7 @@ def _numbered(parent: Path, preset: str) -> dict[int, Path]:
     """Existing folders PRESET and PRESET-N by number (PRESET is 1)."""
     found: dict[int, Path] = {}
     for path in parent.glob(preset + "*"):
-        match = re.fullmatch(re.escape(preset) + r"(?:-(\d+))?", path.name)
-        if match is not None:
+        if (match := re.fullmatch(re.escape(preset) + r"(?:-(\d+))?", path.name)) is not None:
             found[int(match[1] or 1)] = path
     return found
 

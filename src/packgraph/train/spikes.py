@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from packgraph.train.config.values import true_of
+from packgraph.train.config.reading import true_of
 
 WINDOW = 64  # good steps that are looked at
 LEAST = 16  # fewer say nothing about what is usual
@@ -89,15 +89,22 @@ class Spikes:
     def problem(self, step: int, loss: float, norm: float) -> str | None:
         """Message on what is wrong with a step; None if it is no spike."""
         limits = self.limits(step)
-        problems = {
-            f"loss {loss}, gradient norm {norm}": not math.isfinite(loss + norm),
-            f"loss {loss:.5g} is far above the usual (limit {limits.loss:.5g})": loss > limits.loss,
-            f"gradient norm {norm:.5g} is far above the usual (limit {limits.norm:.5g})": norm
-            > limits.norm,
-            f"gradient norm {norm:.5g} is next to nothing: the model has stopped to learn": norm
-            < limits.least_norm,
-        }
-        return next(iter(true_of(problems)), None)
+        return next(
+            iter(
+                true_of(
+                    {
+                        f"loss {loss}, gradient norm {norm}": not math.isfinite(loss + norm),
+                        f"loss {loss:.5g} is far above the usual (limit {limits.loss:.5g})": loss
+                        > limits.loss,
+                        f"gradient norm {norm:.5g} is far above the usual (limit "
+                        f"{limits.norm:.5g})": norm > limits.norm,
+                        f"gradient norm {norm:.5g} is next to nothing: the model has stopped to "
+                        "learn": norm < limits.least_norm,
+                    }
+                )
+            ),
+            None,
+        )
 
     def judge(
         self,

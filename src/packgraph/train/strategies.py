@@ -93,6 +93,7 @@ class Executor:
     captures_ahead = True  # else a step captures what it needs
     graphed: Sequence[GraphedModule]
     slots: Sequence[int]
+    _whole: GraphedStep | None = None
 
     def __init__(self, options: GraphConfig, device: torch.device) -> None:
         self.replays = False
@@ -159,8 +160,8 @@ class Executor:
 
     @property
     def step_stats(self) -> Stats | None:
-        """Counts of graphs of whole steps, None where there are none."""
-        return None
+        """Counts of graphs of whole steps, None where there are none, or before the first."""
+        return None if self._whole is None else self._whole.stats
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
         """Agrees about captures by `stage`; about those of whole steps, which reach over all
@@ -348,6 +349,8 @@ class Executor:
     def free_graphs(self, bucket: Capacity | None) -> None:
         """Gives up the graphs of `bucket`, None = all, and those of whole steps; nothing may be
         under way. Its microbatches must run eagerly."""
+        if self._whole is not None:
+            self._whole.close()
         for number, graphed in enumerate(self.graphed):
             if bucket is None:
                 control(graphed).forget_all()
@@ -394,6 +397,8 @@ class Executor:
 
     def close(self) -> None:
         """Frees all graphs and their memory, before the process groups go."""
+        if self._whole is not None:
+            self._whole.close()
         for graphed in self.graphed:
             graphed.close()
 
@@ -536,7 +541,6 @@ class StepExecutor(MicrobatchExecutor):
 
     whole_steps = True
     captures_ahead = False
-    _whole: GraphedStep | None = None
 
     def train_step(
         self,
@@ -560,8 +564,7 @@ class StepExecutor(MicrobatchExecutor):
                 # May refuse what the host alone knows, and a graph would not.
                 for batch in uploaded:
                     self.model.begin(batch, tokens_in_step)
-            reason = self._reason_against(whole, tokens_in_step, uploaded)
-            if reason is None:
+            if (reason := self._reason_against(whole, tokens_in_step, uploaded)) is None:
                 optimizer.set_learning_rate(learning_rate)
                 loss, norm = whole.replay(tokens_in_step, *uploaded).unbind()
                 return loss, norm
@@ -571,23 +574,6 @@ class StepExecutor(MicrobatchExecutor):
             stays_eager = exchanges and whole.others_replay(tokens_in_step, *uploaded)
             with eager(reason) if stays_eager else contextlib.nullcontext():
                 return super().train_step(*given)
-
-    def free_graphs(self, bucket: Capacity | None) -> None:
-        """See `Executor.free_graphs`."""
-        if self._whole is not None:
-            self._whole.close()
-        super().free_graphs(bucket)
-
-    @property
-    def step_stats(self) -> Stats | None:
-        """Counts of graphs of whole steps, None before the first."""
-        return None if self._whole is None else self._whole.stats
-
-    def close(self) -> None:
-        """See `Executor.close`."""
-        if self._whole is not None:
-            self._whole.close()
-        super().close()
 
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
         # Nothing of ours: that would be a cycle, with the model in it.
@@ -622,11 +608,11 @@ class StepExecutor(MicrobatchExecutor):
         self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]
     ) -> str | None:
         """Reason why this step cannot be a replay, or None; captures it if it is new."""
-        reason = undeclared((tokens_in_step, *batches), {}, self._options.captured_capacities())
-        if reason is not None:
-            return reason
+        declared = self._options.captured_capacities()
         try:
-            return whole.reason_against(tokens_in_step, *batches)
+            return undeclared((tokens_in_step, *batches), {}, declared) or whole.reason_against(
+                tokens_in_step, *batches
+            )
         except CaptureError as error:
             if self._options.strict:
                 raise

@@ -42,7 +42,7 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import checkpoint_to_resume, how_to_go_on, load_tensors
+from packgraph.train.checkpoint.writer import best_checkpoint, checkpoint_to_resume, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -297,11 +297,10 @@ class Trainer:
                 )
         except DataError as error:
             # To save takes all ranks.
-            together = self._whereabouts.together(f"bad data after step {self.step}")
-            if together:
+            if together := self._whereabouts.together(f"bad data after step {self.step}"):
                 with contextlib.suppress(GoBack):  # the newest checkpoint stays
                     # The data are in the middle of another step.
-                    self._save(self._position_after(self.step))
+                    self._save(self._positions.get(self.step))
             if not (together and isinstance(error, NoDataError)):
                 raise
             self._others_stopped = True
@@ -322,8 +321,7 @@ class Trainer:
         ended, steps, every = "", self.config.run.steps, self.config.run.checkpoint_every
         try:
             while self.step < steps and not self._must_stop():
-                ended = self.evaluation.ending or ("" if self._one_step() else DATA_ENDED)
-                if ended:
+                if ended := self.evaluation.ending or ("" if self._one_step() else DATA_ENDED):
                     break
                 due = self.evaluation.is_due(self.step)
                 self._report(leave=0 if due else 1)
@@ -344,7 +342,7 @@ class Trainer:
         """
         self._launched.clear()
         self._saves.wait()
-        self.feed.load_state_dict(self._position_after(found.step))
+        self.feed.load_state_dict(self._positions.get(found.step) or self.feed.state_dict())
         spikes, wrong = self.spikes, self.step
         newest = partial(checkpoint_to_resume, self.folder / CHECKPOINTS, self.device.type)
         path, step, state, _ = on_first(self.mesh, newest, CheckpointError)
@@ -368,14 +366,14 @@ class Trainer:
 
     def _begin_folder(self) -> None:
         """Create the folder and the configuration of the run, on rank 0."""
-        if self._nodes.leads(self.mesh.rank):  # for `--config runs/NAME/config.json` there
-            write_json(self.folder / CONFIG, self._stored_config())
         if self.mesh.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 # Of a run that ended before its first checkpoint.
                 for name in () if self._resumed_at else (SUMMARY, NAMES):
                     (self.folder / name).unlink(missing_ok=True)
+        # On other nodes for `--config runs/NAME/config.json` there.
+        if self.mesh.rank == 0 or self._nodes.leads(self.mesh.rank):
             write_json(self.folder / CONFIG, self._stored_config())
 
     def _open_log(self) -> None:
@@ -419,8 +417,7 @@ class Trainer:
         if not fed.packs:
             return False
         self.view.tell_left_out(fed.counts)
-        captured = self.executor.before_step(self._made)
-        if captured:
+        if captured := self.executor.before_step(self._made):
             self._whereabouts.at("replay", self.step + 1)
             memory = self.executor.memory
             self.view.note(*(() if memory is None else memory.notes))
@@ -510,7 +507,7 @@ class Trainer:
         with executor.aside(), undisturbed(self.model.chunks, self.device):
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
-            self.feed.drop_ahead()
+            self.feed.load_state_dict(self.feed.state_dict())
             steps.plan_by(found.cost)
         # Earlier steps had other plans.
         self._positions = dict.fromkeys(self._positions, self.feed.state_dict())
@@ -629,14 +626,21 @@ class Trainer:
             in_background=in_background,
         )
 
-    def _position_after(self, step: int) -> dict[str, Any]:
-        """Position of the data after `step`, one of the newest."""
-        return self._positions.get(step) or self.feed.state_dict()
-
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()
-        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
-        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
+        newest, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
+        best = best_checkpoint(self.folder / CHECKPOINTS)
+        lowest = "" if best is None or str(best) == newest else f", that of the lowest loss {best}"
+        way = (
+            f"the last good checkpoint is {newest}{lowest}. Go on from it with a lower learning "
+            "rate: --resume "
+            if newest
+            else "there is no checkpoint yet. Start again with a lower learning rate: "
+        )
+        return (
+            f"step {step}: {what}. Training stopped; {way}--optimizer.learning-rate {rate / 3:.2g} "
+            "(or a lower --optimizer.clip-norm), or look at the data of this step"
+        )
 
     def _summary(self, ended: str) -> dict[str, Any]:
         """The content of summary.json."""

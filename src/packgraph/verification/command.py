@@ -25,9 +25,8 @@ from packgraph.models.foreign import naming, read_object
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.ranks import Launch, processes
-from packgraph.train.config.reading import ConfigError, one_problem
+from packgraph.train.config.reading import ConfigError, one_problem, render
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import render
 from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS

@@ -155,9 +155,13 @@ class ComparedRun:
             self.optimizer.overflow.make_room()
         for block in moe_blocks(self.model.chunks):
             block.gate.load.zero_()  # an update would do so, where there was one it has
-        for module in (module for chunk in self.model.chunks for module in chunk.modules()):
-            if isinstance(module, LossSums):
-                module.take()
+        for sums in (
+            module
+            for chunk in self.model.chunks
+            for module in chunk.modules()
+            if isinstance(module, LossSums)
+        ):
+            sums.take()
         self.made_again += 1
 
     def parameters(self) -> dict[str, Tensor]:

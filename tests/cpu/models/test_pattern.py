@@ -14,7 +14,7 @@ from packgraph.models.decoder import DecoderModel, named_stages, parts_without
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.memory import DecoderMemory
 from packgraph.train.plan import context_cost
 
 DENSE = DecoderConfig(

@@ -17,8 +17,9 @@ from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config, to_dict
 from packgraph.train.config.sections import BucketConfig, GraphConfig, ParallelConfig, TrainConfig
 from packgraph.train.data import DataConfig, build_tokenizer, open_documents
-from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost
+from packgraph.train.features.context import decoder_cost
 from packgraph.train.launch import prepare
+from packgraph.train.memory import DecoderMemory
 from packgraph.train.plan import bucket_request, read_lengths, with_capacities
 
 SMALL = [

@@ -35,8 +35,8 @@ from packgraph.train.autotune import (
     choose,
 )
 from packgraph.train.build import build_model
+from packgraph.train.config.reading import render
 from packgraph.train.config.sections import GraphConfig
-from packgraph.train.config.values import render
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.strategies import Executor, MicrobatchExecutor, sample_batch

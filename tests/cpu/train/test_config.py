@@ -16,21 +16,19 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.config.command_line import all_options, options_help, parse_arguments
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import (
+    CommandArguments,
     ConfigError,
     ConfigLayer,
-    differences,
-    load_file,
-    read_config,
-    to_dict,
-)
-from packgraph.train.config.values import (
-    CommandArguments,
     Count,
     ValueProblem,
     convert,
+    differences,
+    load_file,
     option,
     plain,
+    read_config,
     render,
+    to_dict,
 )
 
 

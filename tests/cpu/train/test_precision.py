@@ -14,7 +14,7 @@ from packgraph.ops.float8.linear import Float8Linear, float8_problems
 from packgraph.packing.capacity import Capacity
 from packgraph.train.build import build_model
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.memory import DecoderMemory
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
     random_packs,

@@ -23,9 +23,8 @@ from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.sections import HfConfig, LoraConfig, OffloadConfig, ParallelConfig
-from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.moe import share
-from packgraph.train.memory import need_of
+from packgraph.train.memory import DecoderMemory, need_of
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate

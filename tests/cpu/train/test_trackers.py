@@ -11,6 +11,7 @@ import pytest
 from trainkit import StopAfter, tiny, trainer
 
 from packgraph.train import metrics as module
+from packgraph.train import validate as validation
 from packgraph.train.config.sections import RunConfig, TrainConfig
 from packgraph.train.metrics import NAMES, MetricsLog, TensorBoard
 from packgraph.train.run_files import RunFileError
@@ -90,7 +91,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[WandbRun]:
         "mlflow": types.SimpleNamespace(MlflowClient=MlflowClient),
         "mlflow.entities": types.SimpleNamespace(Metric=lambda *values: values),
     }
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    for place in (module, validation):
+        monkeypatch.setattr(place, "find_spec", lambda name: name)
     monkeypatch.setattr(module, "import_module", lambda name: found[name])
     return runs
 
@@ -172,7 +174,7 @@ def test_events_that_cannot_be_written_end_the_run(tmp_path: Path) -> None:
 def test_what_is_missing_or_unknown_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="tracker must be of tensorboard, wandb, mlflow, got"):
         RunConfig(tracker=("wandb", "paper"))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(validation, "find_spec", lambda name: None)
     found = validate(settings("wandb"), "cpu")
     assert found == [
         "run.tracker names wandb, which is not installed: pip install wandb, or leave it out"

@@ -26,36 +26,34 @@ class CheckpointError(RuntimeError):
     names the file."""
 
 
+METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "BytesStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that admits torch.distributed.checkpoint's metadata and nothing that can act."""
 
-    METADATA_CLASSES = (
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "BytesStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-    OTHERS = {
+    ADMITTED = {
+        **{(metadata.__name__, name): getattr(metadata, name) for name in METADATA_CLASSES},
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): _get_layout,
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == metadata.__name__ and name in self.METADATA_CLASSES:
-            return getattr(metadata, name)
-        if (module, name) in self.OTHERS:
-            return self.OTHERS[module, name]
-        if (
-            module == "torch"
-            and name.isidentifier()
-            and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return getattr(torch, name)
+        if (module, name) in self.ADMITTED:
+            return self.ADMITTED[module, name]
+        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(found, torch.dtype):
+            return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
@@ -64,8 +62,7 @@ class SafeReader(FileSystemReader):
     naming the file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        path = Path(self.path) / ".metadata"
-        found = read_metadata_file(path)
+        found = read_metadata_file(Path(self.path) / ".metadata")
         if found.storage_meta is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self.load_id
@@ -179,8 +176,7 @@ def _faults(found: Any) -> Iterator[str]:
                 and _are_sizes(chunk.sizes)
             ):
                 yield f"{name} has a chunk without offsets and sizes of at least 0"
-            place = places.get(metadata.MetadataIndex(name, chunk.offsets))
-            if place is None:
+            if (place := places.get(metadata.MetadataIndex(name, chunk.offsets))) is None:
                 yield f"a chunk of {name} lies in no file"
             elif not (_is_count(place.offset) and _is_count(place.length)):
                 yield f"a chunk of {name} lies at no place in its file"

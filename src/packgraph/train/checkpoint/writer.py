@@ -57,7 +57,7 @@ from packgraph.train.checkpoint.reader import (
     read_metadata_file,
     tensor_entries,
 )
-from packgraph.train.config.values import shown
+from packgraph.train.config.reading import shown, true_of
 from packgraph.train.node_folders import NodeFolders, gather_shards, shared_folder
 from packgraph.train.run_files import (
     CHECKSUM,
@@ -109,8 +109,7 @@ def describe(
         OSError: If it cannot be written.
     """
     found = read_metadata_file(folder / METADATA)
-    missing = [name for name in files_of(found) if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in files_of(found) if not (folder / name).is_file()]:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise CheckpointError(
             f"{folder}: {', '.join(missing[:8])}{more}: written by other processes, but not to be "
@@ -167,28 +166,31 @@ def read_state(path: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, st
         raise CheckpointError(
             f"{file}: damaged: its contents are not what was written (its checksum differs)"
         )
-    step, state, files = (content.get(name) for name in ("step", "state", "files"))
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointError(f"{file}: damaged: its step is {step!r}")
-    if step_of(path) not in (None, step):
-        raise CheckpointError(
-            f"{file}: damaged: it is of step {step}, its folder is of step {step_of(path)}"
-        )
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file}: damaged: it has no state")
-    if not isinstance(files, dict) or METADATA not in files:
-        raise CheckpointError(f"{file}: damaged: its list of files lacks {METADATA}")
-    for name, entry in files.items():
-        match entry:
-            case [int(size), str(digest)] if type(size) is int and size >= 0:
-                is_good = Path(name).name == name and re.fullmatch(r"[0-9a-f]{64}", digest)
-            case _:
-                is_good = None
-        if not is_good:
-            raise CheckpointError(
-                f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
-            )
-    return step, state, {name: (size, digest) for name, (size, digest) in files.items()}
+    values: Any = (content.get(name) for name in ("step", "state", "files"))
+    step, state, files = values
+    listed = files if isinstance(files, dict) else {}
+    bad = [name for name, entry in listed.items() if not _is_entry(name, entry)]
+    problems = true_of(
+        {
+            f"its step is {step!r}": type(step) is not int or not 0 <= step < 10**18,
+            f"it is of step {step}, its folder is of step {step_of(path)}": step_of(path)
+            not in (None, step),
+            "it has no state": not isinstance(state, dict),
+            f"its list of files lacks {METADATA}": METADATA not in listed,
+            f"{(*bad, '')[0]!r} has no size and SHA-256 in its list of files": bool(bad),
+        }
+    )
+    if problems:
+        raise CheckpointError(f"{file}: damaged: {problems[0]}")
+    return step, state, {name: (size, digest) for name, (size, digest) in listed.items()}
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Tells whether a file's name, size and SHA-256 are written as they are to be."""
+    match entry:
+        case [int(size), str(digest)] if type(size) is int and size >= 0:
+            return Path(name).name == name and re.fullmatch(r"[0-9a-f]{64}", digest) is not None
+    return False
 
 
 def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
@@ -208,8 +210,7 @@ def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     stored = read_metadata_file(path / METADATA)
-    missing = [name for name in files_of(stored) if name not in files]
-    if missing:
+    if missing := [name for name in files_of(stored) if name not in files]:
         raise CheckpointError(
             f"{path / STATE}: damaged: it does not list {', '.join(missing[:8])}, which hold "
             "tensors"
@@ -359,8 +360,7 @@ def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> Found
         CheckpointError: If there are checkpoints and none of them is whole, naming the damage of
             the newest.
     """
-    newest = latest_checkpoint(folder)
-    if newest is None:
+    if (newest := latest_checkpoint(folder)) is None:
         return None
     limit = step_of(newest) or 0
     others = [path for path in checkpoints_by_step(folder) if path != newest]
@@ -428,13 +428,9 @@ def load_tensors(
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
-        failure = _first_failure(error)
-        # torch would advise to load what it has refused.
-        what = (
-            "a shard holds something else than tensors"
-            if isinstance(failure, pickle.UnpicklingError)
-            else _shown(failure)
-        )
+        failure, what = _first_failure(error)
+        if isinstance(failure, pickle.UnpicklingError):  # torch would advise to load it
+            what = "a shard holds something else than tensors"
         raise CheckpointError(f"{path}: damaged: {what}") from error
 
 
@@ -454,7 +450,7 @@ def _write_tensors(
     except (CheckpointException, RuntimeError) as error:
         if is_broken_connection(error):
             raise
-        failure = _first_failure(error)
+        failure, said = _first_failure(error)
         if isinstance(failure, OSError):
             raise failure from error
         # torch's writer says where its bytes ended, not that the disk is full.
@@ -462,20 +458,16 @@ def _write_tensors(
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
         raise OSError(
-            f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): "
-            f"{_shown(failure)}"
+            f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): {said}"
         ) from error
 
 
-def _shown(failure: BaseException) -> str:
-    return (str(failure).splitlines() or [type(failure).__name__])[0]
-
-
-def _first_failure(error: BaseException) -> BaseException:
-    """The cause of the first failing rank, which torch wraps with its traceback."""
-    return (
-        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    )
+def _first_failure(error: BaseException) -> tuple[BaseException, str]:
+    """The cause of the first failing rank, which torch wraps with its traceback, and its first
+    line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return error, (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -515,8 +507,7 @@ def _prune(folder: Path, newest: int, keep: int, pinned: Collection[int | None])
     kept = past[:keep] + [path for path in past if step_of(path) in pinned]
     for path in known:
         if path not in kept:
-            doomed = path.rename(folder / (WRITING + path.name))
-            shutil.rmtree(doomed)
+            shutil.rmtree(path.rename(folder / (WRITING + path.name)))
 
 
 NEEDED = ("data", "random_device", "graphs")
@@ -553,26 +544,3 @@ def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) 
             "; a run goes on bitwise only on the same kind of device (run.device)"
         )
     return found
-
-
-def how_to_go_on(folder: Path, newest: str, learning_rate: float) -> str:
-    """Advice on how to resume after training went wrong.
-
-    Args:
-        folder: Of all checkpoints.
-        newest: Path of the newest one; empty = there is none.
-        learning_rate: The peak that training went wrong with.
-    """
-    best = best_checkpoint(folder)
-    lowest = "" if best is None or str(best) == newest else f", that of the lowest loss {best}"
-    return (
-        "Training stopped; "
-        + (
-            f"the last good checkpoint is {newest}{lowest}. Go on from it with a lower learning "
-            "rate: --resume "
-            if newest
-            else "there is no checkpoint yet. Start again with a lower learning rate: "
-        )
-        + f"--optimizer.learning-rate {learning_rate / 3:.2g} (or a lower "
-        "--optimizer.clip-norm), or look at the data of this step"
-    )

@@ -17,16 +17,19 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
-from packgraph.train.config.reading import ConfigError, ConfigLayer, overlay, walk
-from packgraph.train.config.sections import field_help
-from packgraph.train.config.values import (
+from packgraph.train.config.reading import (
+    ConfigError,
+    ConfigLayer,
     ValueProblem,
     choices_of,
     convert,
     describe,
+    overlay,
     render,
     shown,
+    walk,
 )
+from packgraph.train.config.sections import field_help
 
 T = TypeVar("T")
 WHERE = "command line"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from packgraph.train.config.values import CommandArguments, option
+from packgraph.train.config.reading import CommandArguments, option
 
 USAGE = """\
 usage: packgraph COMMAND ...

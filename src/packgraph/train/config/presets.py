@@ -2,7 +2,7 @@
 option."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.config.values import flat
 
 
 def qwen3_tiny() -> TrainConfig:
@@ -258,8 +257,12 @@ def data_layer(name: str, layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
     ConfigError for a run of hf:PATH that has no data."""
 
     given: dict[str, Any] = {}
-    for layer in layers:
-        given |= {key: value for key, value in flat(layer.values).items() if value is not None}
+    for layer in layers:  # a file may be nested deeply, so no more of it is looked at
+        for section in ("data", "hf"):
+            nested = layer.values.get(section)
+            inner = nested.items() if isinstance(nested, Mapping) else ()
+            given |= {f"{section}.{key}": value for key, value in inner if value is not None}
+        given |= {key: value for key, value in layer.values.items() if value is not None}
     path = given.get("data.path")
     if "data.source" in given:
         return []

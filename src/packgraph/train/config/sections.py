@@ -6,10 +6,9 @@ options, and one line of help in the docstring of its class (`name: help`), whic
 wrong between sections is found by `train/validate.py`.
 """
 
-import dataclasses
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from packgraph.graphs.memory.budget import budget_bytes
@@ -18,11 +17,12 @@ from packgraph.offloading.search import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flat_buffers import Shard
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.train.config.values import path_problem, shown, true_of
+from packgraph.train.config.reading import path_problem, shown, true_of
 from packgraph.train.metrics import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 AUTO, NONE = "auto", "none"
+ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number, by run.dtype and the like
 
 
 def _refuse(problems: dict[str, bool]) -> None:
@@ -200,7 +200,7 @@ class GraphConfig:
         cap = self.max_documents
         return sorted(
             {
-                dataclasses.replace(one, documents=min(one.documents, cap or one.documents))
+                replace(one, documents=min(one.documents, cap or one.documents))
                 for one in self.declared_capacities()
             }
         )
@@ -302,39 +302,43 @@ class ParallelConfig:
         ranks, rows = self.shard_ranks, self.expert_stash_page_rows
         device, host = self.expert_stash, self.expert_stash_host
         text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
-        problems = {
-            **{f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()},
-            f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use "
-            "padded or host_splits": self.dispatcher == "local" and self.ep > 1,
-            f"shard_ranks must be 0, for all replicas, or at least 2, got {ranks}": ranks < 0
-            or ranks == 1,
-            f"shard_ranks = {ranks} is how many replicas share a layer, but shard = none shares "
-            "none; give shard = parameters, or leave it out": ranks > 1 and self.shard == "none",
-            f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
-            or 0 < device + max(host, 0) < 1,
-            f"expert_stash_host must not be negative, got {host}": host < 0,
-            "expert_stash_page_rows must be a positive multiple of 16, since rows are copied 16 at "
-            f"a time, got {rows}": rows < 1 or rows % 16 > 0,
-            f"expert_stash_host = {host} is for what finds no page on the device; give expert_stash"
-            ", too": host > 0 and device == 0,
-            "expert_stash_resident is of a stash; give expert_stash, too": device == 0
-            and self.expert_stash_resident,
-            f"expert_stash_resident with pp = {self.pp}: forwards of other microbatches come "
-            "between the last layer's forward and its backward; leave it out": self.pp > 1
-            and self.expert_stash_resident,
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                **{
+                    f"{name} must be at least 1, got {size}": size < 1
+                    for name, size in sizes.items()
+                },
+                f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; "
+                "use padded or host_splits": self.dispatcher == "local" and self.ep > 1,
+                f"shard_ranks must be 0, for all replicas, or at least 2, got {ranks}": ranks < 0
+                or ranks == 1,
+                f"shard_ranks = {ranks} is how many replicas share a layer, but shard = none "
+                "shares none; give shard = parameters, or leave it out": ranks > 1
+                and self.shard == "none",
+                f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
+                or 0 < device + max(host, 0) < 1,
+                f"expert_stash_host must not be negative, got {host}": host < 0,
+                "expert_stash_page_rows must be a positive multiple of 16, since rows are copied "
+                f"16 at a time, got {rows}": rows < 1 or rows % 16 > 0,
+                f"expert_stash_host = {host} is for what finds no page on the device; give "
+                "expert_stash, too": host > 0 and device == 0,
+                "expert_stash_resident is of a stash; give expert_stash, too": device == 0
+                and self.expert_stash_resident,
+                f"expert_stash_resident with pp = {self.pp}: forwards of other microbatches come "
+                "between the last layer's forward and its backward; leave it out": self.pp > 1
+                and self.expert_stash_resident,
+            }
+        )
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        contexts = self.context_sizes if self.dynamic_cp else ()
         return Layout(
             dp=self.dp,
             pp=self.pp,
             cp=self.cp,
             tp=self.tp,
             ep=self.ep,
-            contexts=contexts,
+            contexts=self.context_sizes if self.dynamic_cp else (),
             shard_ranks=self.shard_ranks,
         )
 
@@ -439,37 +443,39 @@ class RunConfig:
         counts = ("steps", "tokens_per_step", "log_every", "keep_checkpoints")
         unknown, name = sorted(set(self.tracker) - set(TRACKERS)), self.name
         whole = f"{self.folder}/{name or ''}"
-        problems = {
-            **{
-                f"{count} must be at least 1, got {getattr(self, count)}": getattr(self, count) < 1
-                for count in counts
-            },
-            f"max_minutes must be more than 0, got {self.max_minutes}": self.max_minutes is not None
-            and self.max_minutes <= 0,
-            f"timeout must be at least 5 seconds, got {self.timeout}": self.timeout < 5,
-            f"checkpoint_every must not be negative, got {self.checkpoint_every}": (
-                self.checkpoint_every < 0
-            ),
-            "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes none": (
-                self.on_spike == "rollback" and self.checkpoint_every == 0
-            ),
-            f"name must be the name of one folder, got {shown(name)}": name is not None
-            and (name.strip() in ("", ".", "..") or "/" in name or "\\" in name),
-            "folder must name the folder that is to hold all runs; . is the current one": (
-                not self.folder
-            ),
-            **_path_problems(
-                "cannot be the path of a folder",
-                {"folder and name": whole, "init_from": self.init_from or ""},
-            ),
-            f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}": (
-                bool(unknown)
-            ),
-            f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}": (
-                re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
-            ),
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                **{
+                    f"{count} must be at least 1, got {getattr(self, count)}": getattr(self, count)
+                    < 1
+                    for count in counts
+                },
+                f"max_minutes must be more than 0, got {self.max_minutes}": self.max_minutes
+                is not None
+                and self.max_minutes <= 0,
+                f"timeout must be at least 5 seconds, got {self.timeout}": self.timeout < 5,
+                f"checkpoint_every must not be negative, got {self.checkpoint_every}": (
+                    self.checkpoint_every < 0
+                ),
+                "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes "
+                "none": (self.on_spike == "rollback" and self.checkpoint_every == 0),
+                f"name must be the name of one folder, got {shown(name)}": name is not None
+                and (name.strip() in ("", ".", "..") or "/" in name or "\\" in name),
+                "folder must name the folder that is to hold all runs; . is the current one": (
+                    not self.folder
+                ),
+                **_path_problems(
+                    "cannot be the path of a folder",
+                    {"folder and name": whole, "init_from": self.init_from or ""},
+                ),
+                f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}": (
+                    bool(unknown)
+                ),
+                f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}": (
+                    re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
+                ),
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,13 +496,16 @@ class BucketConfig:
     documents: int = 20_000
 
     def __post_init__(self) -> None:
-        problems = {
-            f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
-            for name in ("max_tokens", "max_count", "documents")
-        }
-        room = self.memory_gib
-        no_room = room is not None and room <= 0
-        _refuse(problems | {f"memory_gib must be positive, got {room}": no_room})
+        _refuse(
+            {
+                **{
+                    f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
+                    for name in ("max_tokens", "max_count", "documents")
+                },
+                f"memory_gib must be positive, got {self.memory_gib}": self.memory_gib is not None
+                and self.memory_gib <= 0,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,13 +550,16 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self.knobs()
         self.budget_bytes()
-        lost = self.lost
-        problems = {
-            f"lost must be a share of the time, 0 to 1, got {lost}": not 0 <= (lost or 0) < 1,
-            "budget and lost are two ways to say how much moves: give one of them": lost is not None
-            and self.budget is not None,
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                f"lost must be a share of the time, 0 to 1, got {self.lost}": not 0
+                <= (self.lost or 0)
+                < 1,
+                "budget and lost are two ways to say how much moves: give one of them": self.lost
+                is not None
+                and self.budget is not None,
+            }
+        )
 
     def budget_bytes(self) -> int | None:
         """The budget in bytes. Raises ValueError when its text is none, or a share of a memory of
@@ -631,31 +643,34 @@ class DataConfig:
             "max_documents_loaded": self.max_documents_loaded,
         }
         reads, seconds = self.source in NEEDS_PATH, self.worker_timeout
-        problems = {
-            **{
-                f"{name} must be at least 1, got {value}": value is not None and value < 1
-                for name, value in least.items()
-            },
-            f"seed must not be negative, got {self.seed}": self.seed < 0,
-            f"prefetch must not be negative, got {self.prefetch}": self.prefetch < 0,
-            f"worker_timeout must be at least 1 second, got {seconds}": not 1 <= seconds < math.inf,
-            f"workers must be 0 to {MOST_WORKERS:,}, got {self.workers}": not 0
-            <= self.workers
-            <= MOST_WORKERS,
-            f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it "
-            "out": self.workers != 0 and self.source == "shards",
-            **self._mixture_problems(),
-            f"source = {self.source} needs a path, the file or folder to read": reads
-            and not self.path
-            and not self.mixture,
-            f"path is set ({self.path}), but source = {self.source} reads none; set source to one "
-            f"of {', '.join(NEEDS_PATH)}": not reads and bool(self.path),
-            **_path_problems(
-                "cannot be the path of a file or folder",
-                {"path": self.path or "", "tokenizer": self.tokenizer},
-            ),
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                **{
+                    f"{name} must be at least 1, got {value}": value is not None and value < 1
+                    for name, value in least.items()
+                },
+                f"seed must not be negative, got {self.seed}": self.seed < 0,
+                f"prefetch must not be negative, got {self.prefetch}": self.prefetch < 0,
+                f"worker_timeout must be at least 1 second, got {seconds}": not 1
+                <= seconds
+                < math.inf,
+                f"workers must be 0 to {MOST_WORKERS:,}, got {self.workers}": not 0
+                <= self.workers
+                <= MOST_WORKERS,
+                f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it "
+                "out": self.workers != 0 and self.source == "shards",
+                **self._mixture_problems(),
+                f"source = {self.source} needs a path, the file or folder to read": reads
+                and not self.path
+                and not self.mixture,
+                f"path is set ({self.path}), but source = {self.source} reads none; set source to "
+                f"one of {', '.join(NEEDS_PATH)}": not reads and bool(self.path),
+                **_path_problems(
+                    "cannot be the path of a file or folder",
+                    {"path": self.path or "", "tokenizer": self.tokenizer},
+                ),
+            }
+        )
 
     def weights(self) -> dict[str, float]:
         """Weight of each folder of the mixture. Raises ValueError for a text that has none."""
@@ -715,27 +730,29 @@ class EvalConfig:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        problems = {
-            **{
-                f"{name} must not be negative, got {getattr(self, name)}": getattr(self, name) < 0
-                for name in ("every", "tokens", "patience")
-            },
-            f"share must lie in [0, 1), got {self.share}": not 0 <= self.share < 1,
-            "path and share are two ways to say what is evaluated on: give one of them": bool(
-                self.path and self.share
-            ),
-            f"every = {self.every} needs documents to evaluate on: give a path, or a share of the "
-            "training documents": self.every > 0 and not self.path and not self.share,
-            "path, tokens and patience are of evaluations, so they need every": self.every == 0
-            and bool(self.path or self.tokens or self.patience),
-            "path names one file or folder twice": len(set(self.path)) < len(self.path),
-            **{
-                f"path cannot be that of a file or folder, got {shown(path)}: {problem}": True
-                for path in self.path
-                if (problem := path_problem(path))
-            },
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                **{
+                    f"{name} must not be negative, got {getattr(self, name)}": getattr(self, name)
+                    < 0
+                    for name in ("every", "tokens", "patience")
+                },
+                f"share must lie in [0, 1), got {self.share}": not 0 <= self.share < 1,
+                "path and share are two ways to say what is evaluated on: give one of them": bool(
+                    self.path and self.share
+                ),
+                f"every = {self.every} needs documents to evaluate on: give a path, or a share of "
+                "the training documents": self.every > 0 and not self.path and not self.share,
+                "path, tokens and patience are of evaluations, so they need every": self.every == 0
+                and bool(self.path or self.tokens or self.patience),
+                "path names one file or folder twice": len(set(self.path)) < len(self.path),
+                **{
+                    f"path cannot be that of a file or folder, got {shown(path)}: {problem}": True
+                    for path in self.path
+                    if (problem := path_problem(path))
+                },
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -752,12 +769,14 @@ class HfConfig:
 
     def __post_init__(self) -> None:
         path = self.path or ""
-        problems = {
-            **_path_problems("cannot be the path of a folder", {"path": path}),
-            "path must name a folder with a config.json; . is the current one": self.path == "",
-            "random is of a model of transformers, so it needs a path": self.random and not path,
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                **_path_problems("cannot be the path of a folder", {"path": path}),
+                "path must name a folder with a config.json; . is the current one": self.path == "",
+                "random is of a model of transformers, so it needs a path": self.random
+                and not path,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -777,14 +796,16 @@ class LoraConfig:
     dora: bool = False
 
     def __post_init__(self) -> None:
-        problems = {
-            f"rank must not be negative, got {self.rank}": self.rank < 0,
-            f"alpha must be positive, got {self.alpha}": self.alpha is not None and self.alpha <= 0,
-            "targets must name at least one layer; none = all": self.targets == (),
-            "alpha, targets and dora are of adapters, so they need a rank": self.rank == 0
-            and (self.alpha is not None or self.targets is not None or self.dora),
-        }
-        _refuse(problems)
+        _refuse(
+            {
+                f"rank must not be negative, got {self.rank}": self.rank < 0,
+                f"alpha must be positive, got {self.alpha}": self.alpha is not None
+                and self.alpha <= 0,
+                "targets must name at least one layer; none = all": self.targets == (),
+                "alpha, targets and dora are of adapters, so they need a rank": self.rank == 0
+                and (self.alpha is not None or self.targets is not None or self.dora),
+            }
+        )
 
     @property
     def enabled(self) -> bool:
@@ -849,7 +870,7 @@ def field_help(section: type, name: str) -> str:
         return FURTHER_HELP.get(
             name, ""
         )  # a signature that dataclass made up, for want of a docstring
-    names = "|".join(field.name for field in dataclasses.fields(section))
+    names = "|".join(field.name for field in fields(section))
     found = re.search(
         rf"(?<![\w.]){name}:\s(.*?)(?=(?<![\w.])(?:{names}):\s|\n\s*\n|\bRaises |\Z)",
         text,

@@ -34,8 +34,8 @@ from packgraph.packing.document import Document, PackableDocument
 from packgraph.packing.pack import PackingWindow, PackReport, PlannedPack, fitting_parts
 from packgraph.parallel.context.plan import ContextPlan, plan_context
 from packgraph.parallel.context.request import ContextCost, ContextRequest
+from packgraph.train.config.reading import shown
 from packgraph.train.config.sections import DataConfig
-from packgraph.train.config.values import shown
 from packgraph.train.data.order import (
     LARGEST,
     DocumentOrder,

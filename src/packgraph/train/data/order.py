@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from packgraph.train.config.values import shown
+from packgraph.train.config.reading import shown
 from packgraph.train.data.source import StoredSource
 
 LARGEST = 2**53  # of any count in a state

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from packgraph.packing.document import COLUMNS
-from packgraph.train.config.values import SHOWN, shown
+from packgraph.train.config.reading import SHOWN, shown
 from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,

@@ -29,9 +29,8 @@ import numpy as np
 
 from packgraph.packing.document import Document
 from packgraph.train.config.command_line import options_help, parse_arguments
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option, printable
 from packgraph.train.config.sections import SOURCES, DataConfig
-from packgraph.train.config.values import CommandArguments, Count, option, printable
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.shards import (
     INDEX,

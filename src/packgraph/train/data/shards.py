@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from packgraph.models.foreign import in_one_line, naming
 from packgraph.packing.document import IGNORED, Document, Ids
-from packgraph.train.config.values import convert, resolved_types
+from packgraph.train.config.reading import convert, resolved_types
 from packgraph.train.data.files import FileStamp, OpenedFiles
 from packgraph.train.data.order import SourcePart
 from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName

@@ -32,8 +32,8 @@ import numpy as np
 
 from packgraph.models.foreign import naming, read_object
 from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument, read_item
+from packgraph.train.config.reading import shown
 from packgraph.train.config.sections import DataConfig
-from packgraph.train.config.values import shown
 from packgraph.train.data.chat_template import ASIDE, CLOCK, ChatTemplate, read_options, token_text
 from packgraph.train.data.rows import MORE_ROLES
 from packgraph.train.data.source import (

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs.backend import synchronize
-from packgraph.models.branches import head_sizes
+from packgraph.models.branches import head_sizes, head_weights, token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention.api import choose_backend
 from packgraph.ops.attention.kind import ContextChoice, document_multiple
@@ -60,9 +60,8 @@ from packgraph.parallel.context.request import (
 from packgraph.parallel.context.rows import context_choice
 from packgraph.parallel.mesh import Mesh, context_sizes
 from packgraph.parallel.ranks import gather_numbers
+from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
-from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.random_state import random_states, set_random_states
 
 
@@ -142,8 +141,7 @@ def rank_tokens(config: TrainConfig) -> int | None:
 def with_context_buckets(config: TrainConfig) -> TrainConfig:
     """`config` whose capacities are those of all rows that a plan may have, for graphs; itself
     without dynamic_cp."""
-    tokens = rank_tokens(config)
-    if tokens is None:
+    if (tokens := rank_tokens(config)) is None:
         return config
     buckets = sorted(
         {
@@ -189,8 +187,32 @@ def kernels_cost(config: TrainConfig, device: torch.device | None) -> CostModel:
     return FLASH4 if backend == "flash" else CostModel()
 
 
+def decoder_cost(
+    model: DecoderConfig, parts: int = 1, measured: CostModel | None = None
+) -> CostModel:
+    """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention
+    by heads.
+
+    parts: ranks that share heads and columns (tp), or rows and in attention heads (cp). measured:
+    cost of the measured model, with torch's varlen attention by default.
+    """
+    measured = measured or CostModel()
+    layers = model.depth / MEASURED_LAYERS
+    attending = model.count("attn") / MEASURED_LAYERS
+    heads = attending * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
+    weights = token_weights(model) + head_weights(model)  # that every token is multiplied by
+    return CostModel(
+        microbatch_us=measured.microbatch_us * layers,
+        token_us=measured.token_us * weights / MEASURED_WEIGHTS / parts,
+        document_us=measured.document_us * heads,
+        tile_us=measured.tile_us * heads,
+        attention_us=measured.attention_us * heads,
+        capture_layer_seconds=measured.capture_layer_seconds,
+    )
+
+
 def context_cost(
-    model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()
+    model: DecoderConfig, parts: int, kernels: CostModel, zigzag: tuple[int, ...] = ()
 ) -> ContextCost:
     """`decoder_cost` and what groups exchange: by heads what every branch exchanges
     (`models/branches.py`), in zigzag keys and values alone.
@@ -198,25 +220,17 @@ def context_cost(
     parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent
     attention exchanges keys and values of all heads.
     """
-    attending = model.count("attn")
-    exchanging = sum(model.count(name) for name, kind in model.kinds().items() if kind.is_mixer)
+    counted = [(model.count(name), kind) for name, kind in model.kinds().items()]
+    columns = sum(count * kind.exchanged_columns(model) for count, kind in counted)
     key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
-    columns = sum(
-        model.count(name) * kind.exchanged_columns(model) for name, kind in model.kinds().items()
-    )
-    measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
-    gathered = (
-        attending
-        * key_heads
-        * sum(head_sizes(model))
-        / (MEASURED_LAYERS * 2 * MEASURED_HEADS * MEASURED_KV_SHARE)
-    )
+    gathered = model.count("attn") * key_heads * sum(head_sizes(model))
+    measured = MEASURED_LAYERS * 2 * MEASURED_HEADS
     return ContextCost.of(
-        decoder_cost(model, parts, measured),
+        decoder_cost(model, parts, kernels),
         zigzag=zigzag,
-        group_us=GROUP_US * exchanging / MEASURED_LAYERS,
-        exchange_us=EXCHANGE_US * columns / measured_columns / parts,
-        gather_us=GATHER_US * gathered / parts,
+        group_us=GROUP_US * sum(n for n, kind in counted if kind.is_mixer) / MEASURED_LAYERS,
+        exchange_us=EXCHANGE_US * columns / (measured * (1 + MEASURED_KV_SHARE)) / parts,
+        gather_us=GATHER_US * (gathered / (measured * MEASURED_KV_SHARE)) / parts,
     )
 
 
@@ -224,39 +238,44 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
     """Lists all that keeps the ranks of a row from changing from microbatch to microbatch."""
     parallel, graph = config.parallel, config.graph
     if not parallel.dynamic_cp:
-        fixed = {
-            "parallel.time_rows = true is for plans of groups that change; it goes with "
-            "parallel.dynamic_cp = true": parallel.time_rows is True,
-            f"parallel.min_cp = {parallel.min_cp} bounds groups that change; it goes with "
-            "parallel.dynamic_cp = true": parallel.min_cp > 1,
-        }
-        return true_of(fixed)
+        return true_of(
+            {
+                "parallel.time_rows = true is for plans of groups that change; it goes with "
+                "parallel.dynamic_cp = true": parallel.time_rows is True,
+                f"parallel.min_cp = {parallel.min_cp} bounds groups that change; it goes with "
+                "parallel.dynamic_cp = true": parallel.min_cp > 1,
+            }
+        )
     sizes = context_sizes(parallel.cp)
     known = () if graph.capacities == "auto" else graph.declared_capacities()
     several = sorted({capacity.tokens for capacity in known})
-    problems = {
-        f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may share a "
-        f"row with parallel.cp = {parallel.cp}: {', '.join(map(str, sizes))}": parallel.min_cp
-        not in sizes,
-        "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; give "
-        "the ranks that the longest document needs": parallel.cp == 1,
-        "parallel.dynamic_cp with graph.granularity = step is not there: which rows a rank has "
-        "differs from step to step and from rank to rank, so nearly every step would be captured "
-        "anew; use layer or chunk": graph.enabled and graph.granularity == "step",
-        "parallel.dynamic_cp needs graph.capacities that are named, such as 8192x16,8192x64: the "
-        "tokens of a row on parallel.cp ranks, and places for documents; auto chooses for rows of "
-        "one number of ranks": graph.capacities == "auto",
-        "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
-        f"parallel.cp = {parallel.cp} ranks (shorter rows follow from it), not "
-        f"{', '.join(map(str, several))}": len(several) > 1,
-        "parallel.dynamic_cp bounds documents by the ranks they get, so capacities cannot have a "
-        "longest document of their own; leave it out": any(
-            capacity.bound != capacity.tokens for capacity in known
-        ),
-    }
-    return true_of(problems)
+    return true_of(
+        {
+            f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may "
+            f"share a row with parallel.cp = {parallel.cp}: "
+            f"{', '.join(map(str, sizes))}": parallel.min_cp not in sizes,
+            "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; "
+            "give the ranks that the longest document needs": parallel.cp == 1,
+            "parallel.dynamic_cp with graph.granularity = step is not there: which rows a rank has "
+            "differs from step to step and from rank to rank, so nearly every step would be "
+            "captured anew; use layer or chunk": graph.enabled and graph.granularity == "step",
+            "parallel.dynamic_cp needs graph.capacities that are named, such as 8192x16,8192x64: "
+            "the tokens of a row on parallel.cp ranks, and places for documents; auto chooses for "
+            "rows of one number of ranks": graph.capacities == "auto",
+            "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
+            f"parallel.cp = {parallel.cp} ranks (shorter rows follow from it), not "
+            f"{', '.join(map(str, several))}": len(several) > 1,
+            "parallel.dynamic_cp bounds documents by the ranks they get, so capacities cannot have "
+            "a longest document of their own; leave it out": any(
+                capacity.bound != capacity.tokens for capacity in known
+            ),
+        }
+    )
 
 
+# Times are scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (the defaults of
+# `CostModel`), so absolute numbers are a guide; which buckets are chosen depends on ratios only.
+MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
 ROWS = 2  # in a run, as in a step: the host's way to the first one does not count as much
 RUNS = 2  # that count, after one that does not

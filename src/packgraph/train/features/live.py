@@ -13,7 +13,6 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,8 @@ from packgraph.integrations.transformers.model import PackedModel, packed, preci
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
-from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem
+from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 MOST_NAMED = 5  # tensors in one message
@@ -109,7 +107,7 @@ def _of_config(path: str, what: str = "transformers cannot make a model of it") 
     return naming(Path(path).expanduser() / CONFIG, what, one_problem, CORRECT)
 
 
-def running(path: str | None) -> AbstractContextManager[None]:
+def running(path: str | None) -> contextlib.AbstractContextManager[None]:
     """Within the block the model of transformers in the folder `path` runs; None is another model.
 
     What its own code raises becomes a ConfigError that names its config.
@@ -185,25 +183,26 @@ def live_problems(config: TrainConfig) -> list[str]:
     if config.hf.path is None:
         return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
     parallel, sizes = config.parallel, live_shape(config.hf.path).sizes
-    axes = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep}
     here = {field: getattr(config.model, field) for field in sizes}
-    problems = {
-        **{
-            f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
-            "(parallel.dp)": size > 1
-            for name, size in axes.items()
-        },
-        "offload.modules are those of models of packgraph, not of hf:PATH": bool(
-            config.offload.modules
-        ),
-        "run.init_from is for models of packgraph; hf:PATH reads the weights at PATH": (
-            config.run.init_from is not None
-        ),
-        "graph.granularity = step needs graph.optimizer with hf:PATH": (
-            config.graph.granularity == "step" and not config.graph.optimizer
-        ),
-    }
-    return true_of(problems) + [
+    return true_of(
+        {
+            **{
+                f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
+                "(parallel.dp)": size > 1
+                for name in ("tp", "pp", "cp", "ep")
+                if (size := getattr(parallel, name))
+            },
+            "offload.modules are those of models of packgraph, not of hf:PATH": bool(
+                config.offload.modules
+            ),
+            "run.init_from is for models of packgraph; hf:PATH reads the weights at PATH": (
+                config.run.init_from is not None
+            ),
+            "graph.granularity = step needs graph.optimizer with hf:PATH": (
+                config.graph.granularity == "step" and not config.graph.optimizer
+            ),
+        }
+    ) + [
         f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
         "that of its config.json"
         for field, value in sizes.items()
@@ -279,7 +278,8 @@ def _pretrained(library: Any, folder: Path, dtype: torch.dtype) -> Any:
         kind: sorted(map(str, found.get(f"{kind}_keys") or ()))
         for kind in ("missing", "unexpected", "mismatched")
     }
-    told = [f"{kind} {', '.join(names[:MOST_NAMED])}" for kind, names in wrong.items() if names]
-    if told:
+    if told := [
+        f"{kind} {', '.join(names[:MOST_NAMED])}" for kind, names in wrong.items() if names
+    ]:
         raise WeightsError(f"{folder}: its weights are not those of its config: {'; '.join(told)}")
     return model

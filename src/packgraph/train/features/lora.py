@@ -25,9 +25,8 @@ from packgraph.models.hf import WeightsError
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ranks import from_all
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
 from packgraph.train.features.live import live_shape
 
 NAME = "default"  # of the adapter, within the names of its parameters
@@ -45,22 +44,24 @@ def lora_problems(config: TrainConfig) -> list[str]:
     model, parallel, live = config.model, config.parallel, config.hf.path is not None
     known = _linear_layers(config)
     missing = sorted({*(config.lora.targets or ())} - known)
-    problems = {
-        "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
-        is None,
-        f"lora.rank with parallel.tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}, "
-        f"ep = {parallel.ep} is not there yet: adapters run on replicas (parallel.dp)": max(
-            parallel.tp, parallel.cp, parallel.pp, parallel.ep
-        )
-        > 1,
-        "lora.rank is for models of attention and dense feed-forward layers, or hf:PATH": not live
-        and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
-        f"lora.rank with model.mtp_layers = {model.mtp_layers} is not there yet: layers of "
-        "multi-token prediction are trained whole": not live and model.mtp_layers > 0,
-        f"lora.targets: no linear layer is called {', '.join(missing)}; there are "
-        f"{', '.join(sorted(known))}": bool(missing),
-    }
-    return true_of(problems)
+    return true_of(
+        {
+            "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
+            is None,
+            f"lora.rank with parallel.tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}, "
+            f"ep = {parallel.ep} is not there yet: adapters run on replicas (parallel.dp)": max(
+                parallel.tp, parallel.cp, parallel.pp, parallel.ep
+            )
+            > 1,
+            "lora.rank is for models of attention and dense feed-forward layers, or "
+            "hf:PATH": not live
+            and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
+            f"lora.rank with model.mtp_layers = {model.mtp_layers} is not there yet: layers of "
+            "multi-token prediction are trained whole": not live and model.mtp_layers > 0,
+            f"lora.targets: no linear layer is called {', '.join(missing)}; there are "
+            f"{', '.join(sorted(known))}": bool(missing),
+        }
+    )
 
 
 def _linear_layers(config: TrainConfig) -> frozenset[str]:
@@ -108,8 +109,7 @@ def base_fingerprint(model: ModelChunks, mesh: Mesh | None = None) -> str:
             digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     found = digest.hexdigest()
     every = from_all(mesh or single_process(), found)
-    differing = [rank for rank, other in enumerate(every) if other != every[0]]
-    if differing:
+    if differing := [rank for rank, other in enumerate(every) if other != every[0]]:
         raise WeightsError(
             f"ranks {', '.join(map(str, differing[:8]))} have read other weights under the "
             "adapters than rank 0; give all nodes the same files"
@@ -120,8 +120,7 @@ def base_fingerprint(model: ModelChunks, mesh: Mesh | None = None) -> str:
 def check_base(path: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
     """Raise CheckpointError unless the adapters in the checkpoint at `path` were trained on the
     base of this fingerprint."""
-    stored = state.get(BASE)
-    if stored != fingerprint:
+    if state.get(BASE) != fingerprint:
         raise CheckpointError(
             f"{path}: its adapters were trained on other weights than those that are there now "
             "(their fingerprint differs); put the base back, or name the folder that has it: "

@@ -68,9 +68,8 @@ from packgraph.ops.symmetric_memory import NoSymmetricMemory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.parallel.ranks import gather_numbers
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
 from packgraph.train.features.context import longest_row
 
 MOST_ATTEMPTS = 5  # to make a step; room grows to what was needed, so a second one is rare
@@ -106,8 +105,7 @@ class ExpertBalance:
             if gate.step_load is not None:
                 kept = load if skip is None else torch.where(skip, gate.step_load, load)
                 gate.step_load.copy_(kept)
-            bias = gate.e_score_correction_bias
-            if bias is not None:
+            if (bias := gate.e_score_correction_bias) is not None:
                 update_bias(bias, load, rate if skip is None else torch.where(skip, 0.0, rate))
             gate.load.zero_()
 
@@ -127,15 +125,16 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
     if not config.model.experts.enabled or parallel.dispatcher_name != "symmetric":
         return []
     problem = symmetric_problem(torch.device(device_type), parallel.ep)
-    problems = {
-        f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; use "
-        "dispatcher = padded": problem is not None,
-        "offload.modules with graph.compile and parallel.dispatcher = symmetric is not there yet: "
-        "all that a compiled layer saves would move, the memory that other ranks read among it; "
-        "leave one of them out, or use dispatcher = padded": config.graph.compile
-        and bool(config.offload.modules),
-    }
-    return true_of(problems)
+    return true_of(
+        {
+            f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; use "
+            "dispatcher = padded": problem is not None,
+            "offload.modules with graph.compile and parallel.dispatcher = symmetric is not there "
+            "yet: all that a compiled layer saves would move, the memory that other ranks read "
+            "among it; leave one of them out, or use dispatcher = padded": config.graph.compile
+            and bool(config.offload.modules),
+        }
+    )
 
 
 def make_buffers(
@@ -352,8 +351,7 @@ def restore_room(
                 f"experts go on with {rows:.2f} times the room of a balanced load, as they had at "
                 "last"
             )
-    stash = _stash(model)
-    if stash is not None:
+    if (stash := _stash(model)) is not None:
         pages = math.ceil(
             saved.get("pages", 0.0)
             * planned_pages(model, config, mesh, 1.0, stash.page_rows)

@@ -34,8 +34,8 @@ from packgraph.models.recompute import (
     recompute,
     recompute_problems,
 )
+from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.config.values import true_of
 
 AUTO = "auto"
 LIVE_LAYERS = (
@@ -54,8 +54,7 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     """All reasons why what `run.recompute` asks for cannot be."""
     what, graph, parallel = config.run.recompute, config.graph, config.parallel
     if config.hf.path is not None:
-        known = what in (NONE, FULL)
-        return [] if known else [f"run.recompute = {what}: {LIVE_LAYERS}"]
+        return [] if what in (NONE, FULL) else [f"run.recompute = {what}: {LIVE_LAYERS}"]
     found = recompute_problems(
         recompute_at_first(config), [s.name for s in named_stages(config.model)]
     )
@@ -63,20 +62,22 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     experts = any(in_scope(name, ["moe"]) for name in stages)
     exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
     compiled = graph.enabled and graph.compile and FULL in stages.values()
-    problems = {
-        STASHED: experts and parallel.expert_stash > 0,
-        SHARED: experts and parallel.ep > 1,
-        COMPILED_ROUTER: experts and compiled,
-        "compiled stages that draw random numbers cannot be recomputed in full: set "
-        "model.dropout = 0, graph.compile = false, or choose selective": compiled
-        and config.model.dropout > 0,
-        EXCHANGES: bool(stages) and exchanges,
-        "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, "
-        "selective or full": what == AUTO and not graph.enabled,
-        "auto is not there yet with graph.granularity = step, whose graphs are captured as steps "
-        "come: choose none, selective or full": what == AUTO and graph.granularity == "step",
-    }
-    found += true_of(problems)
+    found += true_of(
+        {
+            STASHED: experts and parallel.expert_stash > 0,
+            SHARED: experts and parallel.ep > 1,
+            COMPILED_ROUTER: experts and compiled,
+            "compiled stages that draw random numbers cannot be recomputed in full: set "
+            "model.dropout = 0, graph.compile = false, or choose selective": compiled
+            and config.model.dropout > 0,
+            EXCHANGES: bool(stages) and exchanges,
+            "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, "
+            "selective or full": what == AUTO and not graph.enabled,
+            "auto is not there yet with graph.granularity = step, whose graphs are captured as "
+            "steps come: choose none, selective or full": what == AUTO
+            and graph.granularity == "step",
+        }
+    )
     return [f"run.recompute = {what}: {problem}" for problem in found]
 
 
@@ -134,5 +135,5 @@ class LeastRecompute:
 
 
 def recompute_at_first(config: TrainConfig) -> str:
-    """What `run.recompute` says, or what `auto` begins with."""
+    """The recomputation that `run.recompute` asks for, or that `auto` begins with."""
     return FULL if config.run.recompute == AUTO else config.run.recompute

@@ -27,7 +27,14 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, UpdateRule, clipped, slices_of, write_parameters
+from packgraph.train.updates.rule import (
+    Updated,
+    UpdateRule,
+    clipped,
+    put,
+    slices_of,
+    write_parameters,
+)
 
 DECAY = -0.8  # power of the update's number by which the means forget
 CLIP = 1.0  # largest root mean square of a direction
@@ -145,12 +152,12 @@ class Stack:
         for box in self.boxes:
             direction, variance = self.direction(box, share, scale)
             scaled = direction.mul_(rates[box.place[0], None, None])
-            _put(box.weight, box.weight * kept - scaled, blocked)
+            put(box.weight, box.weight * kept - scaled, blocked)
             if box.variance is not None and variance is not None:
-                _put(box.variance, variance, blocked)
+                put(box.variance, variance, blocked)
         if self.row_var is not None and self.col_var is not None:
-            _put(self.row_var, self.rows, blocked)
-            _put(self.col_var, self.columns, blocked)
+            put(self.row_var, self.rows, blocked)
+            put(self.col_var, self.columns, blocked)
 
     def state(self) -> dict[str, Tensor]:
         """The means of rows and columns, or of elements, by `NAME.key`."""
@@ -167,10 +174,6 @@ class Stack:
                     value = Pieces(shape, value.dtype, [(offsets, value)])
                 found[f"{self.member.name}.{key}"] = value
         return found
-
-
-def _put(old: Tensor, new: Tensor, blocked: Tensor | None) -> None:
-    old.copy_(new if blocked is None else torch.where(blocked > 0, old, new))
 
 
 class Adafactor(UpdateRule):

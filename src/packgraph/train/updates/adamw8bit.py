@@ -29,7 +29,7 @@ from torch import Tensor
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS
-from packgraph.train.updates.rule import Updated, UpdateRule, slices_of, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, put, slices_of, write_parameters
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
@@ -100,11 +100,8 @@ class Quantized:
         largest.masked_fill_(largest < LEAST_SCALE, 0.0)
         shares = blocks / largest.masked_fill(largest == 0, 1.0)[:, None]
         found = torch.bucketize(shares, self._table.edges, out_int32=True).view(-1).byte()
-        if blocked is not None:
-            found = torch.where(blocked > 0, codes, found)
-            largest = torch.where(blocked > 0, scales, largest)
-        codes.copy_(found)
-        scales.copy_(largest)
+        put(codes, found, blocked)
+        put(scales, largest, blocked)
 
 
 def _blocks(part: slice) -> slice:
@@ -149,9 +146,7 @@ class AdamW8bit(UpdateRule):
                 updated = weight * kept - (mean / divisor).mul_(rate)
                 means.set(part, mean, blocked)
                 squares.set(part, square, blocked)
-                if blocked is not None:
-                    updated = torch.where(blocked > 0, weight, updated)
-                weight.copy_(updated)
+                put(weight, updated, blocked)
         write_parameters(self.updated)
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, UpdateRule, clipped, write_parameters
+from packgraph.train.updates.rule import Updated, UpdateRule, clipped, put, write_parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
 STEPS = 5
@@ -55,11 +55,8 @@ class Muon(UpdateRule):
             size = 0.2 * math.sqrt(max(weight.shape))
             updated = weight * (1 - learning_rate * self._weight_decay)
             updated -= direction.float() * (learning_rate * size)
-            if blocked is not None:
-                updated = torch.where(blocked > 0, weight, updated)
-                mean = torch.where(blocked > 0, momentum, mean)
-            weight.copy_(updated)
-            momentum.copy_(mean)
+            put(weight, updated, blocked)
+            put(momentum, mean, blocked)
         write_parameters(self.updated)
 
 

@@ -99,6 +99,11 @@ def clipped(gradient: Tensor, scale: Tensor | None) -> Tensor:
     return (gradient if scale is None else gradient * scale.view(1)).float()
 
 
+def put(old: Tensor, new: Tensor, blocked: Tensor | None) -> None:
+    """Write new values over old ones, if not blocked."""
+    old.copy_(new if blocked is None else torch.where(blocked > 0, old, new))
+
+
 def write_parameters(updated: Sequence[Updated]) -> None:
     """Write values that are copies to the parameters, rounded."""
     if narrow := [each for each in updated if each.has_master]:

@@ -19,7 +19,7 @@ from packgraph.ops.linear import NATIVE, linear_layer, merged, product
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.memory import DecoderMemory
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
     CAPACITIES,
