@@ -28,7 +28,7 @@ from packgraph.verification.verify import SequentialRuns, VerifyReport, verify, 
 CPU = torch.device("cpu")
 
 
-def granular(granularity: str, *, optimizer: bool = False, steps: int = 4) -> TrainConfig:
+def granular(granularity: str, *, optimizer: bool = False, steps: int = 3) -> TrainConfig:
     config = tiny_config("chunk", 0.1, steps)
     return replace(
         config,
@@ -63,7 +63,7 @@ def both(config: TrainConfig) -> tuple[VerifyReport, VerifyReport]:
 )
 def test_right_runs_have_the_report_of_the_lockstep(config: TrainConfig) -> None:
     lockstep, apart = both(config)
-    assert lockstep == apart and apart.good and apart.steps == 4 and apart.microbatches > 4
+    assert lockstep == apart and apart.good and apart.steps == 3 and apart.microbatches > 3
 
 
 def test_steps_that_are_made_again_have_the_report_of_the_lockstep() -> None:

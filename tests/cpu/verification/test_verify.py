@@ -82,7 +82,7 @@ def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatc
 def test_graphs_of_whole_steps_are_verified(
     optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config("chunk", 0.1, 4)
+    config = tiny_config("chunk", 0.1, 3)
     config = replace(
         config, graph=replace(config.graph, granularity="step", optimizer=optimizer, strict=True)
     )
@@ -110,7 +110,7 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
         return made[-1]
 
     monkeypatch.setattr(strategies, "graph", quick)
-    config = tiny_config("chunk", 0.0, 4)
+    config = tiny_config("chunk", 0.0, 3)
     report = verify(
         "compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU
     )
@@ -160,10 +160,10 @@ def test_the_command_ends_with_zero_or_one(
 ) -> None:
     two = lambda device, steps: itertools.islice(default_matrix(device, steps), 2)  # noqa: E731
     monkeypatch.setattr(command, "default_matrix", two)
-    assert cli.main(["verify", "--steps", "4"]) == 0
+    assert cli.main(["verify", "--steps", "3"]) == 0
     text = capsys.readouterr().out
     assert "2 of 2 runs bitwise equal" in text and text.count("bitwise equal") == 9
     break_gradient(monkeypatch)
-    assert cli.main(["verify", "--steps", "4"]) == 1
+    assert cli.main(["verify", "--steps", "3"]) == 1
     text = capsys.readouterr().out
     assert "norm.weight" in text and "0 of 2 runs bitwise equal" in text
