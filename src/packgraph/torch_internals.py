@@ -38,6 +38,10 @@ tracing_state: Callable[[], Any] = _C._get_tracing_state  # of torch.jit, None w
 
 # ---- operations
 schema_of = operator.attrgetter("_schema")
+flash_forward = torch.ops.aten._flash_attention_forward
+flash_backward = torch.ops.aten._flash_attention_backward
+scaled_mm, scaled_grouped_mm = torch._scaled_mm, torch._scaled_grouped_mm
+adamw_of_torch = torch._fused_adamw_
 # On every tensor of a list, by few kernels.
 add_each, copy_each, divide_each, multiply_each, negate_each, norm_each, zero_each = (
     torch._foreach_add_,

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from packgraph.ops import grouped_gemm as grouped
 from packgraph.ops.kernels import save_inputs
+from packgraph.torch_internals import has_module_hooks
 
 Kind = TypeVar("Kind", bound=nn.Module)
 NATIVE = "bf16"  # in the dtype of the operands, whatever it is
@@ -143,14 +144,7 @@ class ProductLinear(nn.Linear):
 def is_plain(layer: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     """Returns whether a call of `layer` is the forward of `kind` and nothing else: no adapter
     around it, no hooks, no forward of its own."""
-    return (
-        type(layer) is kind
-        and "forward" not in layer.__dict__
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
-    )
+    return type(layer) is kind and "forward" not in layer.__dict__ and not has_module_hooks(layer)
 
 
 def linear_layer(by: str, inputs: int, outputs: int, bias: bool = False) -> nn.Linear:

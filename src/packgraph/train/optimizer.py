@@ -34,6 +34,7 @@ from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
+from packgraph.torch_internals import norm_each
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.spikes import Limits
@@ -256,7 +257,7 @@ class Optimizer:
         norms = [
             norm
             for dtype in dict.fromkeys(piece.dtype for piece in pieces)  # else one kernel for each
-            for norm in torch._foreach_norm(
+            for norm in norm_each(
                 [piece for piece in pieces if piece.dtype == dtype], 2, dtype=torch.float32
             )
         ] or [torch.zeros_like(self.learning_rate)]

@@ -39,6 +39,7 @@ from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ranks import TIMEOUT, everywhere, on_first
 from packgraph.parallel.tensor import dropout_seed
+from packgraph.torch_internals import norm_each
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
@@ -585,7 +586,7 @@ class Trainer:
         began = time.perf_counter()
         if self._saved_at != self.step:
             weights = self.optimizer.flat.kept(self.model.parameters())
-            norms = torch._foreach_norm(weights, float("inf"))
+            norms = norm_each(weights, float("inf"))
             largest = torch.stack([norm.float() for norm in norms]).max()
             if not everywhere(self.mesh.everyone(), math.isfinite(largest.item())):
                 wrong = self.step, "a weight is not finite"

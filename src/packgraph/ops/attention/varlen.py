@@ -31,6 +31,7 @@ from packgraph.ops.attention.metadata import (
     lacking,
     with_sinks,
 )
+from packgraph.torch_internals import flash_backward, flash_forward
 
 MAX_HEAD_DIM = 256
 EVERYTHING = -1  # how far a token sees back in its document, where nothing bounds it
@@ -112,7 +113,7 @@ def _launch_forward(
     left: int = EVERYTHING,
 ) -> tuple[Tensor, Tensor]:
     """The kernel: out and log-sum-exp."""
-    found = torch.ops.aten._flash_attention_forward(
+    found = flash_forward(
         q,
         k,
         v,
@@ -150,7 +151,7 @@ def _launch_backward(
         torch.empty(2, dtype=torch.uint64, device=q.device),
         torch.empty(0, device=q.device),
     )
-    return torch.ops.aten._flash_attention_backward(
+    return flash_backward(
         grad,
         q,
         k,

@@ -38,6 +38,7 @@ from packgraph.ops.float8.cast import (
     swizzled,
 )
 from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_plain
+from packgraph.torch_internals import scaled_grouped_mm, scaled_mm
 
 FLOAT8 = "fp8"
 FLOAT8_GRADIENTS = "fp8_weight_gradients"
@@ -244,7 +245,7 @@ def _multiply(
         return grouped.multiply(left, right, offsets, True).to(dtype)
     rows = rows.contiguous()
     if offsets is None:
-        return torch._scaled_mm(
+        return scaled_mm(
             rows,
             matrices.t(),
             scale_a=inverse,
@@ -252,7 +253,7 @@ def _multiply(
             out_dtype=dtype,
             use_fast_accum=FAST_ACCUMULATION,
         )
-    return torch._scaled_grouped_mm(
+    return scaled_grouped_mm(
         rows,
         matrices.mT,
         inverse.flatten(),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packgraph.ops.kernels import HAS_TRITON
 from packgraph.parallel.flat_buffers import GradientBucket
+from packgraph.torch_internals import adamw_of_torch
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.rule import Updated, UpdateRule, clipped, slices_of
 
@@ -108,7 +109,7 @@ def fused_adamw(
     decays: bool,
 ) -> None:
     """Update float32 `values` once, in place. ordinal: of this update, from 1, float32 []."""
-    torch._fused_adamw_(
+    adamw_of_torch(
         values,
         gradients,
         means,

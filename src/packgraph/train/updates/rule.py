@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from packgraph.parallel.flat_buffers import GradientBucket
+from packgraph.torch_internals import copy_each
 
 PIECE = 2**23  # elements that rules with temporaries update at a time: 32 MiB of float32
 
@@ -107,9 +108,7 @@ def put(old: Tensor, new: Tensor, blocked: Tensor | None) -> None:
 def write_parameters(updated: Sequence[Updated]) -> None:
     """Write values that are copies to the parameters, rounded."""
     if narrow := [each for each in updated if each.has_master]:
-        torch._foreach_copy_(
-            [each.span.own_parameters for each in narrow], [each.values for each in narrow]
-        )
+        copy_each([each.span.own_parameters for each in narrow], [each.values for each in narrow])
 
 
 def slices_of(size: int, piece: int = PIECE) -> Iterator[slice]:
