@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity, in_short
 from packgraph.train.run_files import CHECKSUM, parse_json
 
@@ -469,6 +468,9 @@ def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
     if layer.text:
         return [told]
     if value != silent:
+        # Here, since it needs torch, and a command that is only explained does without.
+        from packgraph.graphs.errors import PackgraphWarning
+
         warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
     return []
 
