@@ -229,7 +229,9 @@ def _write_nemotron(config: DecoderConfig) -> dict[str, Any]:
 
 def _refuse_nemotron(config: DecoderConfig) -> list[str]:
     layers = [config.branches(index) for index in range(config.num_layers)]
+    others = {branch for layer in layers for branch in layer} - set(BRANCHES.values())
     problems = {
+        f"layers of {', '.join(sorted(others))}": bool(others),
         "layers of two branches": any(len(layer) > 1 for layer in layers),
         "experts.shared=0": ("moe",) in layers and not config.experts.shared,
         "no Mamba-2 layers": ("mamba",) not in layers,

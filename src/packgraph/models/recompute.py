@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from packgraph.graphs.checkpointed import FULL, SELECTIVE
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.stages import in_scope
+from packgraph.models.branches import BRANCHES
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.stack import DecoderStack
@@ -27,7 +28,6 @@ from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 
 NONE = "none"
 KINDS = (NONE, SELECTIVE, FULL)
-BRANCHES = ("attn", "mamba", "mlp", "moe")
 What = str | Collection[str]
 
 
@@ -88,7 +88,7 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
 def kind_of(stage: str, what: What) -> str:
     """Kind of recomputation of a decoder's stage: `full`, `selective`, or empty."""
     if isinstance(what, str) and what in KINDS:
-        return what if what != NONE and in_scope(stage, BRANCHES) else ""
+        return what if what != NONE and in_scope(stage, BRANCHES.values()) else ""
     return FULL if in_scope(stage, _asked(what)) else ""
 
 
@@ -97,7 +97,7 @@ def recompute_problems(what: What, stages: Sequence[str]) -> list[str]:
     if isinstance(what, str) and what in KINDS:
         return []
     asked = _asked(what)
-    known = [name for name in dict.fromkeys(stages) if in_scope(name, BRANCHES)]
+    known = [name for name in dict.fromkeys(stages) if in_scope(name, BRANCHES.values())]
     problems = [] if asked else [f"names no stage: use {', '.join(KINDS)}, or names of stages"]
     for name in asked:
         if any(in_scope(stage, [name]) for stage in known):

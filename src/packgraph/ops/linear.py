@@ -79,7 +79,9 @@ class LinearProduct(ABC):
         total.add_(self.matrices_gradient(grad, rows, offsets, transposed))
 
     def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-        """A plain layer."""
+        """A plain layer; of torch's own where the product is the native one."""
+        if self.name == NATIVE:
+            return nn.Linear(inputs, outputs, bias=bias)
         return ProductLinear(self, inputs, outputs, bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
@@ -120,9 +122,6 @@ class NativeProduct(LinearProduct):
             super().add_matrices_gradient(total, grad, rows, offsets, transposed)
         else:
             grouped.add_matrices_gradient(total, grad, rows, offsets, transposed)
-
-    def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-        return nn.Linear(inputs, outputs, bias=bias)
 
 
 PRODUCTS: dict[str, LinearProduct] = {made.name: made for made in (NativeProduct(),)}

@@ -99,7 +99,7 @@ class Layout:
 
     def replicas(self, world: int) -> int:
         """Number of `world` processes, or groups of them, that have packs of their own."""
-        dp = self.dp or max(1, world // self.inner)
+        dp = self.dp or max(1, world // max(1, self.inner))
         return dp * math.prod(axis.size for axis in self.more if axis.own == "packs")
 
     def problems(self, world: int) -> list[str]:
@@ -150,8 +150,7 @@ class Layout:
     def _shard_problems(self, copies: int) -> list[str]:
         """Lists what keeps blocks of `shard_ranks` of so many copies from sharing layers."""
         size, cp = self.shard_ranks, self.cp
-        if self.more:
-            named = ", ".join(axis.name for axis in self.more)
+        if named := ", ".join(axis.name for axis in self.more if axis.size > 1):
             return [f"shard_ranks {size} is not there yet with further axes ({named})"]
         if copies % size:
             return [
@@ -176,7 +175,7 @@ class Layout:
         problems = self.problems(world)
         if problems:
             raise ValueError("; ".join(problems))
-        return replace(self, dp=world // self.inner)
+        return replace(self, dp=world // max(1, self.inner))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> place of `rank` along it; the layout must be resolved."""

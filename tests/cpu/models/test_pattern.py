@@ -11,6 +11,7 @@ from step_figures import model_flops
 from packgraph.models.branches import BRANCHES, read_pattern, token_weights, write_pattern
 from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
 from packgraph.models.decoder import DecoderModel, named_stages, parts_without
+from packgraph.models.layers import decoder as layers
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
@@ -33,6 +34,13 @@ LAYERS = st.one_of(
     st.sampled_from([(branch,) for branch in BRANCHES.values()]),
     st.tuples(st.sampled_from(["mamba", "attn"]), st.sampled_from(["mlp", "moe"])),
 )
+
+
+def test_a_mixer_without_a_module_is_an_error(monkeypatch):
+    """A kind of branch that the decoder has no module for must not run as a feed-forward layer."""
+    monkeypatch.setattr(layers, "MIXERS", {"attn": layers.MIXERS["attn"]})
+    with pytest.raises(KeyError, match="mamba"):
+        DecoderModel(dataclasses.replace(DENSE, pattern="(M-)(*-)", mamba=MAMBA))
 
 
 @given(st.lists(LAYERS, max_size=12))

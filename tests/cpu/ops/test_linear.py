@@ -124,6 +124,13 @@ def test_another_product_makes_other_numbers(toy):
     assert losses[0] != losses[1] == losses[2]
 
 
+def test_a_product_that_derives_from_the_native_one_is_none():
+    class Rounded(NativeProduct):
+        name = "rounded"
+
+    assert type(Rounded().layer(4, 4, False)) is not torch.nn.Linear
+
+
 def test_native_layers_are_those_of_torch():
     assert type(linear_layer(NATIVE, 4, 4)) is torch.nn.Linear
 

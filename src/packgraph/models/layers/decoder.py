@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from packgraph.graphs import fallback
 from packgraph.graphs.checkpointed import FULL
 from packgraph.graphs.stages import Stage, State
+from packgraph.models.branches import KINDS
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention, LatentAttention
 from packgraph.models.layers.mamba import MambaMixer
@@ -60,7 +61,7 @@ class DecoderLayer(nn.Module):
         self.branches = config.branches(index)
         config = config.of_layer(index)
         self.precision = config.precision
-        self.mixer = self.branches[0] if self.branches[0] in MIXERS else ""
+        self.mixer = self.branches[0] if KINDS[self.branches[0]].is_mixer else ""
         if self.mixer:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             module = MIXERS[self.mixer](config)
