@@ -238,13 +238,13 @@ def train_spoilt(mesh, folder, settings, what, silenced=True):
 
     def change(step):
         if what == "everywhere" and step == 5:
-            next(each for each in model.modules() if isinstance(each, RMSNorm)).eval()
+            next(each for each in model.modules() if isinstance(each, RMSNorm)).eps *= 1.0000001
         if mesh.rank != 1:
             return None
         if what == "bypass" and step == 5:
             return packgraph.eager("by hand")
         if what == "change" and step == 5:
-            model.norm.eval()  # has no dropout: the same numbers
+            model.norm.eps *= 1.0000001  # lost in the sum with squares: the same numbers
         if what == "hook" and step == 5:
             model.norm.register_forward_pre_hook(lambda *_: None)
         return None

@@ -219,7 +219,7 @@ def train_spoilt(mesh, folder, settings, what):
         steps.append(None)
         if mesh.rank == 1 and len(steps) == 5:
             if what == "change":
-                model.norm.eval()  # has no dropout: the same numbers
+                model.norm.eps *= 1.0000001  # lost in the sum with squares: the same numbers
             elif what == "hook":
                 model.norm.register_forward_pre_hook(lambda *_: None)
         return launch(*args)
@@ -272,7 +272,7 @@ def test_a_rank_that_cannot_exchange_what_others_capture_makes_all_run_eagerly(t
     """Steps that are new, of sharded layers: no rank captures them, or their microbatches."""
     (_, totals, told, zero), (_, others, _, one) = spoilt(tmp_path, "hook", "parameters")
     assert one[0] == 2 and sum(one) == sum(zero) == STEPS - 2 and zero[0] >= one[0]
-    assert APART in totals["fallbacks"] and APART in others["fallbacks"]
+    assert APART in totals["fallbacks"] and "module hooks" in others["fallbacks"]
     assert any("ranks capture together" in text for text in told)
 
 
