@@ -15,6 +15,9 @@ import torch
 from torch._C import _autograd, _functorch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.autograd import forward_ad, profiler
+from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch
 
 _C: Any = torch._C
 
@@ -29,14 +32,46 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 current_node: Callable[[], Any] = _C._current_autograd_node  # in a hook: the node that runs
 version_of = operator.attrgetter("_version")  # counts changes in place of a tensor's memory
 
+base_of = operator.attrgetter("_base")  # the tensor that a view is of, None without
+hooks_of = operator.attrgetter("_backward_hooks")  # of a tensor's gradient, None without
+
+
+def in_ddp() -> bool:
+    """Returns whether a DistributedDataParallel is running its module."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
 # ---- modes
+any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+set_grad_mode: Callable[[bool], None] = _C._set_grad_enabled
 below_modes = _C._DisableTorchDispatch  # a context: no dispatch mode sees operations
 function_modes: Callable[[], int] = _C._len_torch_function_stack
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 transform: Callable[[], Any] = _functorch.peek_interpreter_stack  # of torch.func, None without
+dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
+without_dispatch_mode = _python_dispatch._pop_mode_temporarily  # a context: of the innermost
 tracing_state: Callable[[], Any] = _C._get_tracing_state  # of torch.jit, None without
 
+
+def is_profiled() -> bool:
+    """Returns whether a profiler runs."""
+    return profiler._is_profiler_enabled
+
+
+def has_tangents() -> bool:
+    """Returns whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
+
+
+def caches_parametrizations() -> bool:
+    """Returns whether torch.nn.utils.parametrize.cached() is on."""
+    return parametrize._cache_enabled > 0
+
+
 # ---- operations
+conjugate, negative_view = torch._conj, torch._neg_view  # bits of the tensor alone
+gather_into, reduce_into = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
+wait_tensor = torch.ops._c10d_functional.wait_tensor
 schema_of = operator.attrgetter("_schema")
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
@@ -56,13 +91,26 @@ add_each, copy_each, divide_each, multiply_each, negate_each, norm_each, zero_ea
 wrapper_of: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # a tensor without memory
 
 
+def raw_stream(index: int) -> int:
+    """Returns the number of the current stream of a CUDA device."""
+    number: int = _C._cuda_getCurrentRawStream(index)
+    return number
+
+
 # ---- memory
+def empty_host_cache() -> None:
+    """Gives pinned memory that nobody uses back to the system."""
+    _C._host_emptyCache()
+
+
 def clear_cublas_workspaces() -> None:
     """Lets cuBLAS's workspaces go, of all handles and streams."""
     _C._cuda_clearCublasWorkspaces()
 
 
 # ---- modules
+parameters_of = operator.attrgetter("_parameters")  # tables, by the names of attributes
+submodules_of = operator.attrgetter("_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -38,6 +38,7 @@ from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import CopyStreams, HostMemories
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, in_short
+from packgraph.torch_internals import is_profiled
 
 Result = TypeVar("Result")
 
@@ -64,7 +65,7 @@ class Graph(abc.ABC):
 
     def replay(self) -> None:
         """Launch the program on its static memory."""
-        if self.name and profiler._is_profiler_enabled:
+        if self.name and is_profiled():
             with profiler.record_function(self.name):
                 self._launch()
         else:
@@ -149,7 +150,7 @@ _NO_RANGE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 def profiler_range(*words: object) -> contextlib.AbstractContextManager[object]:
     """A range called `packgraph` and `words` while a profiler runs, else nothing. Not for code that
     is captured."""
-    if not profiler._is_profiler_enabled:
+    if not is_profiled():
         return _NO_RANGE
     return profiler.record_function(range_name(*words))
 

@@ -35,6 +35,7 @@ from packgraph.graphs.reference import Reference
 from packgraph.graphs.replay import Ends, Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
 from packgraph.graphs.undone import explained, undone
+from packgraph.torch_internals import submodules_of
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
@@ -273,7 +274,7 @@ class Capturer:
         except CaptureError as error:
             failed = error
             parts = [*self._module.modules()]
-            tables = [*map(vars, parts), *(part._modules for part in parts)]
+            tables = [*map(vars, parts), *map(submodules_of, parts)]
             self._tables = [table for table in tables if isinstance(table, dict)]
             self.note_failed()
         try:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from packgraph.torch_internals import (
+    caches_parametrizations,
     dispatch_modes,
     function_modes,
+    has_tangents,
     saved_tensor_hooks,
     tracing_state,
     transform,
@@ -357,7 +357,7 @@ def reason_around() -> str | None:
         return INFERENCE
     if transform() is not None:
         return TRANSFORMED
-    if forward_ad._current_level >= 0:
+    if has_tangents():
         return TANGENTS
     if saved_tensor_hooks() is not None:
         return SAVED_TENSOR_HOOKS
@@ -369,6 +369,6 @@ def reason_around() -> str | None:
         functions and not all(isinstance(mode, DeviceContext) for mode in functions)
     ):
         return MODES
-    if parametrize._cache_enabled:
+    if caches_parametrizations():
         return CACHED
     return None

@@ -64,7 +64,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor, storage_of
 from packgraph.graphs.slots import Launches
-from packgraph.torch_internals import backward_task, below_modes, storage_uses
+from packgraph.torch_internals import (
+    add_each,
+    backward_task,
+    below_modes,
+    negate_each,
+    storage_uses,
+    zero_each,
+)
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
 _GRADIENT = operator.attrgetter("grad")
@@ -232,8 +239,8 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
         grad = None
     if cleared:
         # To -0.0 everything adds without a change of any bit: 0.0 would lose the sign of a zero.
-        torch._foreach_zero_(cleared)
-        torch._foreach_neg_(cleared)
+        zero_each(cleared)
+        negate_each(cleared)
     return aside
 
 
@@ -433,7 +440,7 @@ class Accumulator:
         """Add what waits."""
         with torch.no_grad():
             if self._waiting:
-                torch._foreach_add_(*map(list, zip(*self._waiting, strict=True)))
+                add_each(*map(list, zip(*self._waiting, strict=True)))
         self._waiting, self._bytes = [], 0
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as _DDP
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
@@ -44,6 +43,7 @@ from packgraph.graphs.slots import Calls, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
 from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
+from packgraph.torch_internals import in_ddp
 
 
 def graph(
@@ -356,7 +356,7 @@ class Control:
             holds = seen.guards.holds(args, kwargs)
             if holds and frozen is not None:
                 frozen.add(key)
-        around = _DDP._active_ddp_module is not None or any(HOOKS_OF_ALL)
+        around = in_ddp() or any(HOOKS_OF_ALL)
         if not holds or around or self._refusal is not None:
             refused = self._ask_for_refusal()
             if refused is not None:

@@ -32,6 +32,7 @@ from packgraph.graphs.errors import CaptureError, forward_line, user_line
 from packgraph.graphs.key import CONSTANTS, neutral, row_major
 from packgraph.graphs.parameters import HookedParameters, has_hooks, local_tensor
 from packgraph.graphs.unguarded import refuse_compiled_method, refuse_value
+from packgraph.torch_internals import any_autocast
 
 _FLAG = ".READING"  # of fallback.py
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
@@ -237,7 +238,7 @@ def _held(kind: type, names: Container[Any]) -> bytes:
 
 def _holders(kind: type) -> list[Any]:
     """The attributes of a class, and those of an Enum's members."""
-    members = kind._member_map_.values() if issubclass(kind, Enum) else ()
+    members = kind.__members__.values() if issubclass(kind, Enum) else ()
     return [vars(each) for each in (kind, *members)]
 
 
@@ -435,7 +436,7 @@ class Guards:
         for kept in self._kept:
             if not kept.holds():
                 return False
-        with neutral() if torch._C._is_any_autocast_enabled() else _NOTHING:
+        with neutral() if any_autocast() else _NOTHING:
             if not self._traces_hold():
                 return False
         return self._memory_holds() and (not self._lists or self._lists_hold())

@@ -438,7 +438,7 @@ class CallModes(NamedTuple):
         the whole process, as where users set them."""
         before = CallModes.now(self.device_type)
         enabled, dtype, cache = self.autocast
-        self._set(before)
+        self.put_in_place_of(before)
         try:
             with (
                 torch.autocast(self.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache),
@@ -448,9 +448,10 @@ class CallModes(NamedTuple):
             ):
                 yield
         finally:
-            before._set(self)
+            before.put_in_place_of(self)
 
-    def _set(self, now: "CallModes") -> None:
+    def put_in_place_of(self, now: "CallModes") -> None:
+        """Set what differs from the modes that there are now."""
         if self.dtype != now.dtype:
             torch.set_default_dtype(self.dtype)
         if self.attention != now.attention:

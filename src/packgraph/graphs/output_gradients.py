@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
 from packgraph.graphs.key import Layout, Pattern, layout_of
+from packgraph.torch_internals import hooks_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
 FellBack = Callable[[str], None]
@@ -258,7 +259,7 @@ def runs_python(results: Iterable[torch.Tensor]) -> bool:
 
 def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
     """Returns whether anybody sees, or keeps, a result's gradient. own: hooks that do not count."""
-    return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
+    return tensor.retains_grad or len(hooks_of(tensor) or ()) > own
 
 
 def _nodes_behind(tensors: Iterable[torch.Tensor], walked: set[Any] | None = None) -> Iterator[Any]:

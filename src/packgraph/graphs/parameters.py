@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.backend import Static, Window
-from packgraph.torch_internals import backward_task, storage_id, will_run
+from packgraph.torch_internals import backward_task, hooks_of, parameters_of, storage_id, will_run
 
 _COMMON = {
     bool,
@@ -35,7 +35,7 @@ _COMMON = {
     torch.Tensor,
     torch.nn.Parameter,
 }  # torch asks for a Generator in Python
-_HOOKS, _TRAINED = operator.attrgetter("_backward_hooks"), operator.attrgetter("requires_grad")
+_TRAINED = operator.attrgetter("requires_grad")
 _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -156,27 +156,29 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
     replaced = []
     try:
         for owner in module.modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameters_of(owner).items():
                 if parameter is not None:
                     replaced.append((owner, name, parameter))
-                    owner._parameters[name] = aliases.alias(parameter)
+                    parameters_of(owner)[name] = aliases.alias(parameter)
         yield aliases
     finally:
         aliases.use.thread = None  # no gradient may come to an alias from here on
         for owner, name, parameter in replaced:
-            owner._parameters[name] = parameter
+            parameters_of(owner)[name] = parameter
 
 
 def are_leaves(module: torch.nn.Module) -> bool:
     """Returns whether the tables of parameters hold parameters: `torch.func.functional_call` puts
     other tensors there, whose gradients belong elsewhere."""
-    found = (p for owner in module.modules() for p in owner._parameters.values() if p is not None)
+    found = (
+        p for owner in module.modules() for p in parameters_of(owner).values() if p is not None
+    )
     return all(isinstance(p, torch.nn.Parameter) and p.is_leaf for p in found)
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Returns whether something outside wants to see this parameter's gradient when it arrives."""
-    hooks = parameter._backward_hooks or {}
+    hooks = hooks_of(parameter) or {}
     if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
         return True
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -185,7 +187,7 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block the hooks of `parameters` do not fire."""
-    found = [table(parameter) for parameter in parameters for table in (_HOOKS, _LATE_HOOKS)]
+    found = [table(parameter) for parameter in parameters for table in (hooks_of, _LATE_HOOKS)]
     tables = [(table, dict(table)) for table in found if table]
     for table, _ in tables:
         table.clear()
@@ -226,7 +228,7 @@ class HookedParameters:
         made = _hooks_made()
         if COUNT_HOOKS and made == self._made:
             return True
-        if any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)):
+        if any(map(hooks_of, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)):
             return False
         self._made = made
         return True
@@ -319,7 +321,7 @@ class _Visit:
         self._task, self._seen = task, _Seen()
         self._places = list[tuple[dict[Any, _Hook], Any, _Hook, _Hook]]()
         for table, is_wanted in (
-            (_HOOKS(parameter), lambda gradient: gradient is not None),
+            (hooks_of(parameter), lambda gradient: gradient is not None),
             (_LATE_HOOKS(parameter), lambda _: not self._seen.is_absent),
         ):
             for key, hook in list((table or {}).items()):
@@ -351,11 +353,11 @@ def expect_visits(
 
     nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
     """
-    if not any(map(_HOOKS, parameters)) and not any(map(_LATE_HOOKS, parameters)):
+    if not any(map(hooks_of, parameters)) and not any(map(_LATE_HOOKS, parameters)):
         return
     task = backward_task()
     for (node, _), parameter, gradient in zip(nodes, parameters, gradients, strict=True):
-        if gradient is None and (_HOOKS(parameter) or _LATE_HOOKS(parameter)) and will_run(node):
+        if gradient is None and (hooks_of(parameter) or _LATE_HOOKS(parameter)) and will_run(node):
             _Visit(parameter, node, task)
 
 

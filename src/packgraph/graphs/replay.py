@@ -69,7 +69,7 @@ from packgraph.graphs.region import (
 )
 from packgraph.graphs.slots import Calls, SlotLease
 from packgraph.graphs.stages import Run, State
-from packgraph.torch_internals import version_of, will_run
+from packgraph.torch_internals import base_of, version_of, will_run
 
 _DIFFERENTIABLE = operator.attrgetter("differentiable")
 Gradients = Sequence[torch.Tensor | None]
@@ -208,7 +208,7 @@ def stage_inputs(
             wanted.append(tensor)
     read: list[Version] = []
     for number in region.context.inputs:
-        tensor, base = tensors[number], tensors[number]._base
+        tensor, base = tensors[number], base_of(tensors[number])
         # A view may be gone before its base is written to.
         read.append((weakref.ref(tensor if base is None else base), version_of(tensor)))
     return wanted, read

@@ -32,25 +32,23 @@ class Given:
     """Tensor that was given to the backward that is running."""
 
     def __init__(self) -> None:
-        self._kept: tuple[int, Tensor] | None = None
+        self.kept: tuple[int, Tensor] | None = None
 
     def again(self) -> Tensor | None:
         """Returns the tensor that this backward was given before, None if there was none."""
-        return (
-            self._kept[1] if self._kept is not None and self._kept[0] == backward_task() else None
-        )
+        return self.kept[1] if self.kept is not None and self.kept[0] == backward_task() else None
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Remember `tensor` for this backward, if there is one."""
         if not in_backward():
             return tensor
-        self._kept = backward_task(), tensor
+        self.kept = backward_task(), tensor
         this = weakref.ref(self)
 
         def forget() -> None:
             living = this()
             if living is not None:
-                living._kept = None
+                living.kept = None
 
         at_end_of_backward(forget)
         return tensor

@@ -45,7 +45,7 @@ import torch
 
 from packgraph.graphs.backend import Backend, Pool
 from packgraph.graphs.key import Layout, contiguous_strides, own_strides, with_bits
-from packgraph.torch_internals import backward_task, keeps_graph
+from packgraph.torch_internals import backward_task, keeps_graph, raw_stream
 
 LONGEST_WAIT_S = (
     10.0  # for other threads to leave the module before a capture; then the call runs eagerly
@@ -93,10 +93,7 @@ class Launches:
 
     def __enter__(self) -> "Launches":
         self._lock.acquire()
-        if (
-            self._index is not None
-            and torch._C._cuda_getCurrentRawStream(self._index) != self._number
-        ):
+        if self._index is not None and raw_stream(self._index) != self._number:
             try:  # the current stream waits for all that was launched on the last one
                 stream = torch.cuda.current_stream(self._index)
                 if self._stream is not None:

@@ -34,13 +34,13 @@ class _Parts:
         """Takes what there is now for what there should be."""
         self._own = [*map(vars, self._modules)]
         self._tables = [own[name] for own in self._own for name in _TABLES]
-        self._held, self._training = self._held_now(), [*map(_TRAINING, self._modules)]
+        self.held, self.training = self._held_now(), [*map(_TRAINING, self._modules)]
         self._versions = self._versions_now()
         self._kept = [value for table in self._tables for value in table.values()]
 
     def __eq__(self, other: object) -> bool:
-        known = isinstance(other, _Parts) and (other._held, other._training)
-        return known == (self._held, self._training)
+        known = isinstance(other, _Parts) and (other.held, other.training)
+        return known == (self.held, self.training)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -53,13 +53,13 @@ class _Parts:
 
     def hold(self) -> bool:
         """Tells whether nothing has changed."""
-        if list(map(_TRAINING, self._modules)) != self._training:
+        if list(map(_TRAINING, self._modules)) != self.training:
             return False
         if self._versions_now() == self._versions:
             return True
         # Tables of attributes hold tensors, which == would compare by their numbers.
         if not all(map(operator.is_, map(vars, self._modules), self._own)) or (
-            self._held_now() != self._held
+            self._held_now() != self.held
         ):
             return False
         self.look()

@@ -16,6 +16,7 @@ from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.wrapper import HOOKS, HOOKS_OF_ALL, Wrapper, wrapped
+from packgraph.torch_internals import in_ddp
 
 
 class Unsupported(NamedTuple):
@@ -88,7 +89,7 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
             if isinstance(child, kind):
                 return kind.__name__
     # One around the module may be calling it.
-    return None if DistributedDataParallel._active_ddp_module is None else "DistributedDataParallel"
+    return "DistributedDataParallel" if in_ddp() else None
 
 
 _PLACING = "torch.distributed.tensor."

@@ -37,7 +37,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.utils import _python_dispatch
+from torch._guards import TracingContext
 
 from packgraph.graphs.checkpointed import FULL, checkpointed, draws
 from packgraph.graphs.checks.host_sync import (
@@ -56,7 +56,7 @@ from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.graphs.tracing_errors import COMPILE, definition, explained
 from packgraph.packing.batch import Field, PackedBatch, layout_of
-from packgraph.torch_internals import OpOverload
+from packgraph.torch_internals import OpOverload, dispatch_mode, without_dispatch_mode
 
 
 class CompiledCode:
@@ -101,9 +101,9 @@ class CompiledCode:
             if len(arguments) == 1 and isinstance(arguments[0], list)
             else list(arguments)
         )
-        mode = _python_dispatch._get_current_dispatch_mode()
+        mode = dispatch_mode()
         if isinstance(mode, CodeWatcher):
-            with _python_dispatch._pop_mode_temporarily():
+            with without_dispatch_mode():
                 return mode.__torch_dispatch__(self, (), tuple(boxed), {})
         if self.note is not None:
             self.note(boxed)
@@ -123,7 +123,7 @@ def written_inputs(graph: torch.fx.GraphModule) -> frozenset[int]:
 
     Raises CaptureError for changes that AOTAutograd makes after the code has run.
     """
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     facts = context.fw_metadata if context is not None else None
     if facts is not None and facts.mutated_inp_runtime_indices:
         raise CaptureError(
@@ -268,7 +268,7 @@ class Compiler:
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
-        self._now = ""
+        self.now = ""
         self._uses = WeightUses()
         self._shared: set[int] = set()
 
@@ -301,7 +301,7 @@ class Compiler:
         return {key: closed.get(id(value), value) for key, value in state.items()}
 
     def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
-        self._now = piece.name
+        self.now = piece.name
         try:
             if piece.recompute:
                 mark = getattr(piece.owner, "offload", None)
@@ -333,9 +333,9 @@ class Compiler:
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
-            code = compiler._build(graph, inputs)
+            code = compiler.build(graph, inputs)
             if traced.traces:
-                compiler.stats.recompiles[f"{compiler._now}: other constants"] += 1
+                compiler.stats.recompiles[f"{compiler.now}: other constants"] += 1
             compiler.stats.compiled += 1
             compiler.stats.compile_seconds += time.perf_counter() - started
             return code
@@ -343,7 +343,7 @@ class Compiler:
         traced = TracedCode(function, backend, lambda: not all_is_compiled())
         return traced
 
-    def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""
         weights = frozenset(
             number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)

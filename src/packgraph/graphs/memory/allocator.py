@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from packgraph.torch_internals import empty_host_cache
+
 COLLECTIONS = 8  # at the most: each may find what the last has freed
 _MOST: Counter[tuple[int, str]] = Counter()  # by device and kind
 
@@ -33,7 +35,7 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
+        empty_host_cache()
 
 
 class Stretch:

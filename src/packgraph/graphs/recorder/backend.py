@@ -60,7 +60,14 @@ from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.key import with_bits
 from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams, plain
-from packgraph.torch_internals import below_modes, identity
+from packgraph.torch_internals import (
+    below_modes,
+    gather_into,
+    identity,
+    reduce_into,
+    set_grad_mode,
+    wait_tensor,
+)
 
 POISON = 0xFF
 
@@ -151,8 +158,8 @@ class Segment:
 TRANSFERS = "transfers"
 _RECEIVE = torch.ops.c10d.recv_.default
 _LATE = (
-    torch.ops.c10d._allgather_base_.default,
-    torch.ops.c10d._reduce_scatter_base_.default,
+    gather_into.default,
+    reduce_into.default,
     _RECEIVE,
 )
 
@@ -317,7 +324,7 @@ class RecorderGraph(Graph):
             if grad_mode != torch.is_grad_enabled():
                 # Some operations (LSTM) make what their backward needs only in grad mode. No
                 # operand needs a gradient.
-                torch._C._set_grad_enabled(grad_mode)
+                set_grad_mode(grad_mode)
             if late and function in _LATE:
                 pending[outputs[kinds.index("work")]] = _LateTransfer(function, args, kwargs)
                 continue
@@ -328,7 +335,7 @@ class RecorderGraph(Graph):
             for target, value, kind in zip(outputs, leaves, kinds, strict=True):
                 if kind == "new":
                     if function.namespace.startswith("_c10d_f"):
-                        value = torch.ops._c10d_functional.wait_tensor(value)
+                        value = wait_tensor(value)
                     target.copy_(value)
                 elif kind == "work":
                     pending[target] = dist.Work.unbox(value)
