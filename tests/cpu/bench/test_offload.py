@@ -233,7 +233,7 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
         "--largest 32 --ways kept everything"
     )
-    passed = iter([False] * 4)
+    passed = iter([False] * 3)
     with mock.patch.object(
         Deadline, "passed", lambda self: next(passed, True) if self.seconds else False
     ):
