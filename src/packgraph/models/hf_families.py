@@ -215,11 +215,12 @@ def _read_nemotron(description: Description, values: dict[str, Any]) -> list[str
 
 
 def _write_nemotron(config: DecoderConfig) -> dict[str, Any]:
-    layers = [config.branches(index) for index in range(config.num_layers)]
     names = {branch: name for name, branch in BRANCHES.items()}
     return {
         "num_hidden_layers": config.num_layers,
-        "layers_block_type": [names[layer[0]] for layer in layers],
+        "layers_block_type": [
+            names[config.branches(index)[0]] for index in range(config.num_layers)
+        ],
         "expand": max(1, config.mamba.inner // config.hidden_size),
         "n_shared_experts": 1,
         SHARED_WIDTH: config.experts.shared * config.experts.intermediate_size,

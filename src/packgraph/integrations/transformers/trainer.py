@@ -234,8 +234,7 @@ class PackedTrainer(_Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations as the trainer estimates them: six for each parameter and place of a row."""
         rows = sum(pack.capacity.tokens for pack in inputs[PACKS])
-        found: int = 6 * rows * self.model.num_parameters(exclude_embeddings=True)
-        return found
+        return int(6 * rows * self.model.num_parameters(exclude_embeddings=True))
 
     def _counts(self) -> dict[str, float]:
         stats, (replayed, before) = self.stats, self._logged

@@ -16,7 +16,7 @@ Megatron-Core's `MultiTokenPredictionLayer`. Names are those of DeepSeek-V3's ch
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ class PredictionLayer(DecoderLayer):
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Normalises this depth's hidden [T, H] for the head and the next depth."""
-        found: Tensor = self.shared_head["norm"](hidden)
-        return found
+        return cast(Tensor, self.shared_head["norm"](hidden))
 
 
 class LossSums(nn.Module):
