@@ -157,7 +157,7 @@ class Reference:
         ends: Of a variant of the same key, if one was captured before.
         together: Whether all ranks compare, whatever threads there are.
         """
-        self._alone = together or is_alone()
+        self._alone, self._together = together or is_alone(), together
         self._whole = all(run.captured for run in call.program.runs)
         self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
         self._buffers, self.module = buffers, call.program.module
@@ -167,7 +167,9 @@ class Reference:
             for name, each in self.module.named_parameters()
             if each.requires_grad
         }
-        kinds = {each.dtype for each in self.module.parameters() if each.is_floating_point()}
+        floats = (each for each in self.module.parameters() if each.is_floating_point())
+        # Of eight bits is what is stored, not what sums are made of.
+        kinds = {each.dtype for each in floats if each.itemsize > 1}
         if torch.is_autocast_enabled(call.backend.device_type):
             kinds.add(torch.get_autocast_dtype(call.backend.device_type))
         self._unit = max([0.0, *(torch.finfo(kind).eps for kind in kinds)])
@@ -228,7 +230,8 @@ class Reference:
                 for name in differing
                 if repeats or distance[name] > _FACTOR * (spread[name] + place[name])
             ]
-            if not anywhere(next(iter(wrong), None)):
+            # Ranks make all rounds, since one that fails in a round does not come to vote on it.
+            if not wrong and not self._together:
                 return True
         if wrong:
             raise self._error(variant, wrong[0], distance[wrong[0]], spread[wrong[0]])

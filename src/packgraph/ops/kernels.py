@@ -21,6 +21,7 @@ __all__ = [
     "by_rows",
     "has_kernel",
     "kernel_problems",
+    "save_constants",
     "save_inputs",
     "tl",
     "triton",
@@ -81,6 +82,12 @@ def aligned(x: Tensor) -> Tensor:
     shapes and strides and never from where a tensor lies: eager calls and replays, which have
     copies of their own, choose alike."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def save_constants(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps all but the first input of an operation, whose backward reads no tensor, as
+    `ctx.constants`."""
+    ctx.constants = inputs[1:]
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

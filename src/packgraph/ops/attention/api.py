@@ -57,7 +57,7 @@ from packgraph.ops.attention.metadata import (
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag import PrefixRows
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.ops.kernels import save_inputs
+from packgraph.ops.kernels import save_constants
 from packgraph.packing.batch import PackedBatch
 
 __all__ = [
@@ -398,5 +398,5 @@ gather_parts.register_fake(lambda x, group, size: x.new_empty(size, *x.shape))
 
 gather_parts.register_autograd(
     lambda ctx, grad: (swap_parts(grad, ctx.constants[0]).sum(0), None, None),
-    setup_context=save_inputs,
+    setup_context=save_constants,
 )

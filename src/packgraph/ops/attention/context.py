@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from packgraph.ops.attention.kind import ContextKind
-from packgraph.ops.kernels import save_inputs
+from packgraph.ops.kernels import save_constants
 
 
 class ContextGroup(NamedTuple):
@@ -128,7 +128,7 @@ swap_parts.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.c
 
 
 swap_parts.register_autograd(
-    lambda ctx, grad: (swap_parts(grad, *ctx.constants), None), setup_context=save_inputs
+    lambda ctx, grad: (swap_parts(grad, *ctx.constants), None), setup_context=save_constants
 )
 
 

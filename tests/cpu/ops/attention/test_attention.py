@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packgraph.ops.attention import varlen as attention_varlen
-from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.api import attention, attention_metadata, choose_backend, gather_parts
+from packgraph.ops.attention.context import swap_parts
 
 # both sides are float32 sums of at most 24 terms of size one in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
@@ -192,3 +194,11 @@ def test_varlen_says_why_it_cannot_run_here():
         ValueError, match=r"on cpu; .*float32.*; head_dim is 12.*wider.*attention_backend='sdpa'"
     ):
         attention(q, k, v, meta)
+
+
+def test_exchanges_of_a_context_keep_nothing_for_their_backward():
+    kept = []
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        x = torch.empty(2, 8, 4, requires_grad=True)
+        assert swap_parts(x, "group").requires_grad and gather_parts(x, "group", 2).requires_grad
+    assert not kept
