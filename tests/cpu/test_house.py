@@ -463,8 +463,8 @@ STATEMENTS = {
     "torch_internals": 74,
     "__init__": 37,
     "packing": 1010,
-    "graphs": 7561,
-    "ops": 2042,
+    "graphs": 7562,
+    "ops": 2044,
     "mamba": 874,
     "moe": 1578,
     "offloading": 1335,
@@ -477,7 +477,7 @@ STATEMENTS = {
     "bench": 820,
     "commands": 203,
     "cli": 112,
-    "tests": 46836,
+    "tests": 46844,
     "benchmarks": 4689,
 }
 SLACK = 40  # statements that a budget may lie above what there is
