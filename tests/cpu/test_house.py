@@ -477,7 +477,7 @@ STATEMENTS = {
     "bench": 820,
     "commands": 203,
     "cli": 112,
-    "tests": 46844,
+    "tests": 46847,
     "benchmarks": 4689,
 }
 SLACK = 40  # statements that a budget may lie above what there is

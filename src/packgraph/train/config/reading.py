@@ -418,7 +418,7 @@ def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
     values: dict[str, Any] = {}
     for layer in layers:
         problems.extend(layer.problems)
-        for path, value in _entries(layer.values, sections):
+        for path, value in _entries(layer.values, sections, layer.text):
             if path in RETIRED:
                 problems.extend(_retired(path, value, layer))
             elif path in sections:
@@ -450,13 +450,14 @@ def walk(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses
 
 
 def _entries(
-    given: Mapping[str, Any], sections: Collection[str], prefix: str = ""
+    given: Mapping[str, Any], sections: Collection[str], flat: bool, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a layer, nested in `sections` or not, by their dotted paths."""
+    """Yields the values of a layer by their dotted paths: nested in `sections`, or `flat` as on a
+    command line. A key with dots in a file is none of them, so that no value is given twice."""
     for key, value in given.items():
-        path = prefix + key.replace("-", "_")
+        path = prefix + (key if flat or "." not in key else repr(key)).replace("-", "_")
         if path in sections and isinstance(value, Mapping):
-            yield from _entries(value, sections, path + ".")
+            yield from _entries(value, sections, flat, path + ".")
         else:
             yield path, value
 
