@@ -16,6 +16,7 @@ from torch._C import _autograd, _functorch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import forward_ad, profiler
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
@@ -36,11 +37,6 @@ base_of = operator.attrgetter("_base")  # the tensor that a view is of, None wit
 hooks_of = operator.attrgetter("_backward_hooks")  # of a tensor's gradient, None without
 
 
-def in_ddp() -> bool:
-    """Returns whether a DistributedDataParallel is running its module."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
-
-
 # ---- modes
 any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 set_grad_mode: Callable[[bool], None] = _C._set_grad_enabled
@@ -53,19 +49,11 @@ without_dispatch_mode = _python_dispatch._pop_mode_temporarily  # a context: of 
 tracing_state: Callable[[], Any] = _C._get_tracing_state  # of torch.jit, None without
 
 
-def is_profiled() -> bool:
-    """Returns whether a profiler runs."""
-    return profiler._is_profiler_enabled
-
-
-def has_tangents() -> bool:
-    """Returns whether forward-mode differentiation is on."""
-    return forward_ad._current_level >= 0
-
-
-def caches_parametrizations() -> bool:
-    """Returns whether torch.nn.utils.parametrize.cached() is on."""
-    return parametrize._cache_enabled > 0
+# ---- asked at every call, so without a frame of Python
+is_profiled = partial(getattr, profiler, "_is_profiler_enabled")
+tangent_level = partial(getattr, forward_ad, "_current_level")  # -1 without forward mode
+cached_parametrizations = partial(getattr, parametrize, "_cache_enabled")  # how deep, 0 = none
+ddp_module = partial(getattr, DistributedDataParallel, "_active_ddp_module")  # that runs, or None
 
 
 # ---- operations

@@ -460,7 +460,7 @@ def test_modules_say_what_they_are_for():
 # Statements without docstrings, by room; of tests and benchmarks as a whole. They only go down: who
 # adds some deletes others, and who deletes some writes the new figure here.
 STATEMENTS = {
-    "torch_internals": 74,
+    "torch_internals": 71,
     "__init__": 37,
     "packing": 1010,
     "graphs": 7562,
@@ -477,7 +477,7 @@ STATEMENTS = {
     "bench": 820,
     "commands": 203,
     "cli": 112,
-    "tests": 46847,
+    "tests": 46846,
     "benchmarks": 4689,
 }
 SLACK = 40  # statements that a budget may lie above what there is

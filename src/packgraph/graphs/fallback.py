@@ -22,11 +22,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from packgraph.torch_internals import (
-    caches_parametrizations,
+    cached_parametrizations,
     dispatch_modes,
     function_modes,
-    has_tangents,
     saved_tensor_hooks,
+    tangent_level,
     tracing_state,
     transform,
 )
@@ -357,7 +357,7 @@ def reason_around() -> str | None:
         return INFERENCE
     if transform() is not None:
         return TRANSFORMED
-    if has_tangents():
+    if tangent_level() >= 0:
         return TANGENTS
     if saved_tensor_hooks() is not None:
         return SAVED_TENSOR_HOOKS
@@ -369,6 +369,6 @@ def reason_around() -> str | None:
         functions and not all(isinstance(mode, DeviceContext) for mode in functions)
     ):
         return MODES
-    if caches_parametrizations():
+    if cached_parametrizations():
         return CACHED
     return None

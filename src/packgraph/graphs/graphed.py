@@ -43,7 +43,7 @@ from packgraph.graphs.slots import Calls, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
 from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
-from packgraph.torch_internals import in_ddp
+from packgraph.torch_internals import ddp_module
 
 
 def graph(
@@ -356,7 +356,7 @@ class Control:
             holds = seen.guards.holds(args, kwargs)
             if holds and frozen is not None:
                 frozen.add(key)
-        around = in_ddp() or any(HOOKS_OF_ALL)
+        around = ddp_module() is not None or any(HOOKS_OF_ALL)
         if not holds or around or self._refusal is not None:
             refused = self._ask_for_refusal()
             if refused is not None:

@@ -16,7 +16,7 @@ from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.wrapper import HOOKS, HOOKS_OF_ALL, Wrapper, wrapped
-from packgraph.torch_internals import in_ddp
+from packgraph.torch_internals import ddp_module
 
 
 class Unsupported(NamedTuple):
@@ -89,7 +89,7 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
             if isinstance(child, kind):
                 return kind.__name__
     # One around the module may be calling it.
-    return "DistributedDataParallel" if in_ddp() else None
+    return None if ddp_module() is None else "DistributedDataParallel"
 
 
 _PLACING = "torch.distributed.tensor."
