@@ -32,10 +32,8 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = (
 )
 current_node: Callable[[], Any] = _C._current_autograd_node  # in a hook: the node that runs
 version_of = operator.attrgetter("_version")  # counts changes in place of a tensor's memory
-
 base_of = operator.attrgetter("_base")  # the tensor that a view is of, None without
 hooks_of = operator.attrgetter("_backward_hooks")  # of a tensor's gradient, None without
-
 
 # ---- modes
 any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
@@ -48,16 +46,13 @@ dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 without_dispatch_mode = _python_dispatch._pop_mode_temporarily  # a context: of the innermost
 tracing_state: Callable[[], Any] = _C._get_tracing_state  # of torch.jit, None without
 
-
 # ---- asked at every call, so without a frame of Python
 is_profiled = partial(getattr, profiler, "_is_profiler_enabled")
 tangent_level = partial(getattr, forward_ad, "_current_level")  # -1 without forward mode
 cached_parametrizations = partial(getattr, parametrize, "_cache_enabled")  # how deep, 0 = none
 ddp_module = partial(getattr, DistributedDataParallel, "_active_ddp_module")  # that runs, or None
 
-
 # ---- operations
-conjugate, negative_view = torch._conj, torch._neg_view  # bits of the tensor alone
 gather_into, reduce_into = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
 wait_tensor = torch.ops._c10d_functional.wait_tensor
 schema_of = operator.attrgetter("_schema")
@@ -75,7 +70,6 @@ add_each, copy_each, divide_each, multiply_each, negate_each, norm_each, zero_ea
     torch._foreach_norm,
     torch._foreach_zero_,
 )
-
 wrapper_of: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # a tensor without memory
 
 

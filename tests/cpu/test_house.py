@@ -460,10 +460,10 @@ def test_modules_say_what_they_are_for():
 # Statements without docstrings, by room; of tests and benchmarks as a whole. They only go down: who
 # adds some deletes others, and who deletes some writes the new figure here.
 STATEMENTS = {
-    "torch_internals": 71,
+    "torch_internals": 70,
     "__init__": 37,
     "packing": 1010,
-    "graphs": 7562,
+    "graphs": 7563,
     "ops": 2044,
     "mamba": 874,
     "moe": 1578,

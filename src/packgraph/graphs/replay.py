@@ -785,6 +785,6 @@ class ReplayHandle:
 
 
 def _left(result: Any, aliases: StaticAliases) -> Any:
-    """What leaves the call: never static memory, nor a view of it."""
+    """Clones outputs that alias static memory."""
     own = aliases.cloning(aliases.shares)
     return own(result) if type(result) is torch.Tensor else close_objects(tree_map(own, result))

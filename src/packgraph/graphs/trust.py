@@ -17,7 +17,7 @@ from torch._C._dynamo.guards import dict_version
 
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
-from packgraph.graphs.wrapper import HOOKS
+from packgraph.torch_internals import HOOKS
 
 _TRAINING = operator.attrgetter("training")
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)

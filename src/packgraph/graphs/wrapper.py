@@ -16,6 +16,8 @@ from typing import Any, Self, cast
 import torch
 from torch.nn.modules import module as torch_module
 
+from packgraph.torch_internals import HOOKS
+
 _SHARED = (
     "_parameters",
     "_buffers",
@@ -26,7 +28,6 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Tables of the hooks of all modules of the process, which torch keeps.
 HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 _OWN = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"}) - {*_SHARED, "training"}

@@ -15,8 +15,8 @@ import torch
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.parameters import storage_of
-from packgraph.graphs.wrapper import HOOKS, HOOKS_OF_ALL, Wrapper, wrapped
-from packgraph.torch_internals import ddp_module
+from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, wrapped
+from packgraph.torch_internals import HOOKS, ddp_module
 
 
 class Unsupported(NamedTuple):

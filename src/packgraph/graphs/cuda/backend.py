@@ -43,6 +43,7 @@ from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
 from packgraph.graphs.errors import PACKAGE
 from packgraph.graphs.key import with_bits
+from packgraph.torch_internals import clear_cublas_workspaces
 
 
 class CudaPool:
@@ -347,7 +348,7 @@ class CublasWorkspaces:
                 return
         # Every stream had workspaces before, in memory of modules that are gone or not ours: let
         # torch forget them.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         self.ensure()
         if not self.nbytes():
             raise RuntimeError(
