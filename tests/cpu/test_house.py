@@ -472,12 +472,12 @@ STATEMENTS = {
     "models": 1811,
     "viz": 337,
     "integrations": 866,
-    "train": 8529,
+    "train": 8535,
     "verification": 815,
     "bench": 820,
     "commands": 203,
     "cli": 112,
-    "tests": 46846,
+    "tests": 46848,
     "benchmarks": 4689,
 }
 SLACK = 40  # statements that a budget may lie above what there is

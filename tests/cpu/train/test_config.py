@@ -170,9 +170,11 @@ def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
     )
 
 
-def test_a_file_nests_sections_and_names_no_dotted_path() -> None:
-    problems = problems_of(ConfigLayer("f.json", {"inner": {"rate": 1.0}, "inner.rate": 2.0}))
-    assert problems == ("f.json: 'inner.rate': unknown key, did you mean inner.rate?",)
+def test_a_file_nests_sections_and_names_no_dotted_path(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    file.write_text('{"inner": {"rate": 1.0}, "inner.rate": 2.0}')
+    said = f"{file}: 'inner.rate': a file nests its sections; no key has dots"
+    assert problems_of(load_file(file)) == (said,)
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
     values: dict[str, Any] = {}
     for layer in layers:
         problems.extend(layer.problems)
-        for path, value in _entries(layer.values, sections, layer.text):
+        for path, value in _entries(layer.values, sections):
             if path in RETIRED:
                 problems.extend(_retired(path, value, layer))
             elif path in sections:
@@ -450,16 +450,24 @@ def walk(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses
 
 
 def _entries(
-    given: Mapping[str, Any], sections: Collection[str], flat: bool, prefix: str = ""
+    given: Mapping[str, Any], sections: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a layer by their dotted paths: nested in `sections`, or `flat` as on a
-    command line. A key with dots in a file is none of them, so that no value is given twice."""
+    """Yields the values of a layer, nested in `sections` or not, by their dotted paths."""
     for key, value in given.items():
-        path = prefix + (key if flat or "." not in key else repr(key)).replace("-", "_")
+        path = prefix + key.replace("-", "_")
         if path in sections and isinstance(value, Mapping):
-            yield from _entries(value, sections, flat, path + ".")
+            yield from _entries(value, sections, path + ".")
         else:
             yield path, value
+
+
+def _dotted(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the keys with dots: in a file two of them could give one value twice."""
+    for key, value in given.items():
+        if "." in key:
+            yield key
+        elif isinstance(value, Mapping):
+            yield from _dotted(value)
 
 
 def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
@@ -581,4 +589,11 @@ def load_file(path: Path) -> ConfigLayer:
         raise ConfigError(
             [f"{path}: the top level must be an object with the sections of the configuration"]
         )
-    return ConfigLayer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})
+    return ConfigLayer(
+        str(path),
+        {key: value for key, value in values.items() if key != CHECKSUM},
+        problems=tuple(
+            f"{path}: {key!r}: a file nests its sections; no key has dots"
+            for key in _dotted(values)
+        ),
+    )
