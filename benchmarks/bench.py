@@ -1,12 +1,11 @@
-"""`packgraph bench` with what only a checkout needs: further benchmarks, and baselines of others.
+"""The benchmarks: ways of running the same packed documents, timed in turn, a JSON line per row.
 
     PYTHONPATH=src python benchmarks/bench.py step --ways eager graphed-callables chunk
     PYTHONPATH=src python benchmarks/bench.py offload --model qwen3-8b --layers 8 --tokens 8192
     torchrun --nproc-per-node 4 benchmarks/bench.py pipeline --model qwen3-8b --chunks 2
     torchrun --nproc-per-node 2 benchmarks/bench.py shard --model qwen3-0.6b --tokens 4096
 
-The words and rows are those of `packgraph bench`. `step` and `moe` have the ways of others.py and
-expert_ways.py, too.
+`step` and `moe` have the ways of bench_ways.py, others.py and expert_ways.py.
 pipeline, shard and context are steps of several ranks; integrations those of a model of
 transformers; memory, offload, capture, attention and padding are benchmarks of parts.
 
@@ -30,19 +29,18 @@ import bench_offload
 import bench_padding
 import bench_pipeline
 import bench_shard
+import bench_step as step
+from bench_command import Benchmark, bench
+from bench_step import FIRST
+from bench_ways import WAYS, Maker
 from expert_ways import EXPERT_WAYS, MOE_WAYS, ExpertComparison, with_memory
 from golden import with_golden
 from others import OTHERS
 from result_rows import commit_of_source
 from step_figures import STEP_COLUMNS
 
-from packgraph.bench import step
-from packgraph.bench.command import Benchmark, bench
-from packgraph.bench.step import FIRST
-from packgraph.bench.variants import WAYS, Maker
 from packgraph.train.config.reading import ConfigError, option
 
-COMMAND = "python benchmarks/bench.py"
 ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**step.MAKERS, **EXPERT_WAYS, **OTHERS})
 PEERS = tuple(name for name in OTHERS if name.startswith("transformers"))
 STEP_WAYS = (*WAYS, *(name for name in OTHERS if name not in PEERS))
@@ -124,7 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit code."""
     try:
         words = sys.argv[1:] if words is None else words
-        return bench(words, ALL, COMMAND, commit_of_source())
+        return bench(words, ALL, commit_of_source())
     except ConfigError as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return 2

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
+from bench_models import draw_batches, dtype_on, refit, shape
+from bench_step import CAPTURABLE, KILO, WorkArguments
 from others import record_on_cuda
 from step_figures import attempt_alone, time_block
 
 from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
-from packgraph.bench.step import CAPTURABLE, KILO, WorkArguments
 from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention.api import attention, attention_metadata

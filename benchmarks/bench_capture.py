@@ -14,12 +14,12 @@ from typing import Annotated
 
 import torch
 from bench_memory import BankArguments
+from bench_step import per_layer_text
+from bench_ways import Graphed
 from step_figures import attempt_alone
 
 from packgraph.bench.comparison import Deadline, room_for_code, start_anew
 from packgraph.bench.rows import Column, Row, Rows, value
-from packgraph.bench.step import per_layer_text
-from packgraph.bench.variants import Graphed
 from packgraph.graphs.backend import synchronize
 from packgraph.models.stack import DecoderStack
 from packgraph.train.config.reading import option

@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from bench_models import dtype_on, shape
+from bench_step import FIRST, KILO, WorkArguments
 from context_steps import (
     CONTEXT_WAYS,
     DYNAMIC,
@@ -36,9 +38,7 @@ from context_steps import (
 from rank_comparison import BenchRanks, RankComparison, most_gibibytes
 
 from packgraph.bench.comparison import Check, Deadline, Sample, agreement, held_bytes
-from packgraph.bench.models import dtype_on, shape
 from packgraph.bench.rows import Column, Row, Rows, median, quantile, value
-from packgraph.bench.step import FIRST, KILO, WorkArguments
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.ops.attention.kind import ContextWish

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
+from bench_models import SHAPES, draw_batches, dtype_on
+from bench_step import FIRST, KILO, WorkArguments
 from torch import Tensor, nn
 
 from packgraph.bench.comparison import Deadline, peak_bytes, start_anew, time_calls
-from packgraph.bench.models import SHAPES, draw_batches, dtype_on
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
-from packgraph.bench.step import FIRST, KILO, WorkArguments
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json

@@ -15,6 +15,17 @@ from functools import partial
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
+from bench_models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    dtype_on,
+    shape,
+    twin,
+    zero_gradients,
+)
+from bench_step import CAPTURABLE, KILO, PART_HELP, Part, WorkArguments
+from bench_ways import Graphed, Way
 from step_figures import attempt_alone
 
 from packgraph.bench.comparison import (
@@ -25,18 +36,7 @@ from packgraph.bench.comparison import (
     room_for_code,
     start_anew,
 )
-from packgraph.bench.models import (
-    TimedPart,
-    build_part,
-    draw_batches,
-    dtype_on,
-    shape,
-    twin,
-    zero_gradients,
-)
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
-from packgraph.bench.step import CAPTURABLE, KILO, PART_HELP, Part, WorkArguments
-from packgraph.bench.variants import Graphed, Way
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch

@@ -37,6 +37,17 @@ from typing import Annotated, ClassVar, Self
 
 import torch
 from bench_memory import Attention
+from bench_models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    dtype_on,
+    shape,
+    twin,
+    zero_gradients,
+)
+from bench_step import KILO, PART_HELP, Part, WorkArguments
+from bench_ways import Graphed
 from offload_measures import (
     HeldBytes,
     copy_ceiling,
@@ -53,18 +64,7 @@ from step_figures import attempt_alone, time_block
 from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.comparison import Deadline, above, held_bytes, peak_bytes, room_for_code
-from packgraph.bench.models import (
-    TimedPart,
-    build_part,
-    draw_batches,
-    dtype_on,
-    shape,
-    twin,
-    zero_gradients,
-)
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.step import KILO, PART_HELP, Part, WorkArguments
-from packgraph.bench.variants import Graphed
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory

@@ -14,11 +14,11 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from bench_step import KILO, BenchArguments
 from numpy.typing import NDArray
 
 from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Column, Row, Rows, value
-from packgraph.bench.step import KILO, BenchArguments
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
 from packgraph.train.config.reading import Count, option

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
 import torch
+from bench_models import draw_batches, dtype_on, shape, squared_gradients, zero_gradients
+from bench_step import FIRST, ComparedArguments
+from bench_ways import compiled_stack
 from rank_comparison import BenchRanks, RankComparison, first_warning, most_gibibytes
 from torch import Tensor
 
 from packgraph.bench.comparison import Check, Deadline, Sample, agreement
-from packgraph.bench.models import draw_batches, dtype_on, shape, squared_gradients, zero_gradients
 from packgraph.bench.rows import Column, Row, Rows, median, value
-from packgraph.bench.step import FIRST, ComparedArguments
-from packgraph.bench.variants import compiled_stack
 from packgraph.graphs.backend import Stopwatch, synchronize
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph

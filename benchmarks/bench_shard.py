@@ -32,14 +32,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
+from bench_models import draw_batches, dtype_on, refit, shape
+from bench_step import FIRST, KILO, ComparedArguments
 from rank_comparison import BenchRanks, RankComparison, limited_alike, most_gibibytes
 from shard_ways import OURS, QUIET, RankStep, ShardWay, WayName, make_way
 from step_figures import device_intervals, union_length
 
 from packgraph.bench.comparison import Check, Deadline, Sample, agreement, time_calls
-from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, median, value, why
-from packgraph.bench.step import FIRST, KILO, ComparedArguments
 from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS, choose_backend

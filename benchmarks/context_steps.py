@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_models import draw_lengths
 from rank_comparison import BenchRanks, first_warning
 from torch import Tensor
 
-from packgraph.bench.models import draw_lengths
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

@@ -31,13 +31,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from bench_models import TimedPart
+from bench_step import StepArguments
+from bench_ways import Graphed, Maker, Setting, Way
 from step_figures import StepFigures
 from torch import Tensor
 
-from packgraph.bench.models import TimedPart
 from packgraph.bench.rows import Column, Row, gibibytes, value
-from packgraph.bench.step import StepArguments
-from packgraph.bench.variants import Graphed, Maker, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack

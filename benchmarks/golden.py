@@ -16,9 +16,10 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from packgraph.bench.command import Benchmark
+from bench_command import Benchmark
+from bench_step import BenchArguments
+
 from packgraph.bench.rows import Row
-from packgraph.bench.step import BenchArguments
 from packgraph.train.config.reading import option
 
 ALLOWED = 0.05  # more time or memory than the stored row

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from bench_models import TimedPart, build_part, draw_lengths, shape, zero_gradients
+from bench_ways import Graphed, Setting
 from moe_experts import Row, Session, distance
 from step_figures import model_flops, peak_share
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from packgraph.bench.comparison import rounds_in_turn, start_anew
-from packgraph.bench.models import TimedPart, build_part, draw_lengths, shape, zero_gradients
-from packgraph.bench.variants import Graphed, Setting
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.flash import library
 from packgraph.packing.batch import PackedBatch

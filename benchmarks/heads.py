@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from bench_models import TimedPart, build_part, draw_batches, shape, zero_gradients
+from bench_ways import Graphed, Setting
 from moe_experts import Row, Session, distance
 from torch import Tensor
 
 from packgraph.bench.comparison import rounds_in_turn, start_anew, time_calls
-from packgraph.bench.models import TimedPart, build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.variants import Graphed, Setting
 from packgraph.ops import heads
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

@@ -14,11 +14,11 @@ import statistics
 import time
 
 import torch
+from bench_models import build_part, dtype_on, shape, zero_gradients
+from bench_step import StepArguments, StepComparison
+from bench_ways import Way
 
 from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
-from packgraph.bench.step import StepArguments, StepComparison
-from packgraph.bench.variants import Way
 from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.packing.batch import PackedBatch
 

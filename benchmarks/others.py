@@ -40,10 +40,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-
-from packgraph.bench.models import TimedPart
-from packgraph.bench.variants import (
+from bench_models import TimedPart
+from bench_ways import (
     Maker,
     Marks,
     OtherStack,
@@ -57,6 +55,8 @@ from packgraph.bench.variants import (
     marks_of,
     per_layer,
 )
+from torch import Tensor, nn
+
 from packgraph.graphs.stages import Stage, State
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack

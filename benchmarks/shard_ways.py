@@ -30,14 +30,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from bench_models import dtype_on
+from bench_ways import TorchLayer, layers_of, marks_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from packgraph.bench.models import dtype_on
 from packgraph.bench.rows import Row
-from packgraph.bench.variants import TorchLayer, layers_of, marks_of
 from packgraph.graphs.stages import State
 from packgraph.models.decoder import DecoderConfig, DecoderModel, ModelChunks
 from packgraph.packing.batch import PackedBatch

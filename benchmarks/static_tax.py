@@ -30,10 +30,10 @@ from typing import Any
 
 import flash_blocks
 import torch
+from bench_models import SHAPES, draw_batches, zero_gradients
 from result_rows import commit_of_source
 from torch import Tensor
 
-from packgraph.bench.models import SHAPES, draw_batches, zero_gradients
 from packgraph.bench.rows import facts
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel

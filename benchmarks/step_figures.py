@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from bench_step import COLUMNS, StepComparison, run_all
+from bench_ways import Way
 from torch.autograd import DeviceType
 
 from packgraph.bench.comparison import Deadline, time_calls
 from packgraph.bench.rows import FAILURES, Column, Row, value, why
-from packgraph.bench.step import COLUMNS, StepComparison, run_all
-from packgraph.bench.variants import Way
 from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig
 

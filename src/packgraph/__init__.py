@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packgraph.bench.trial import try_module as try_module
     from packgraph.graphs.errors import CaptureError as CaptureError
     from packgraph.graphs.errors import PackgraphWarning as PackgraphWarning
     from packgraph.graphs.fallback import Stats as Stats
@@ -60,6 +61,7 @@ __all__ = [
     "recompute",
     "replicate",
     "shard",
+    "try_module",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -87,6 +89,7 @@ _HOMES = {
     "recompute": "models.recompute",
     "replicate": "parallel.replicate",
     "shard": "parallel.shard",
+    "try_module": "bench.trial",
     "verify": "verification.module",
 }
 

@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, data, bench, export, chat, presets, completion.
+"""The command `packgraph`: train, try, verify, plan, data, export, chat, presets, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -174,6 +174,9 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command(
         f"{OWN}:train", "train PRESET", "train a model, for example: packgraph train qwen3-tiny"
     ),
+    "try": Command(
+        f"{OWN}:try_out", "try PRESET", "is it faster for me: eager, compiled, graphs, by turns"
+    ),
     "verify": Command(
         f"{OWN}:verify",
         "verify [PRESET]",
@@ -188,11 +191,6 @@ COMMANDS: Mapping[str, Command] = {
         "packgraph.train.data.shard_build:data_command",
         "data build|check",
         "tokenize documents once into memory-mapped shards",
-    ),
-    "bench": Command(
-        "packgraph.bench.command:bench",
-        "bench NAME",
-        "time eager, compiled and graph runs side by side",
     ),
     "export": Command(
         f"{OWN}:export",

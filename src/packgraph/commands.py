@@ -6,12 +6,13 @@ words behind its name, returns the exit code, and raises what `cli.py` explains.
 """
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packgraph.bench.command import BENCHMARKS
+from packgraph.bench.trial import try_config
 from packgraph.parallel.pipeline.schedule import (
     legal_microbatches,
     make_schedule,
@@ -35,11 +36,13 @@ from packgraph.train.config.commands import (
     PLAN_USAGE,
     TRAIN_END,
     TRAIN_USAGE,
+    TRY_USAGE,
     VERIFY_USAGE,
     CompletionArguments,
     ExportArguments,
     ScheduleArguments,
     TrainArguments,
+    TryArguments,
     VerifyArguments,
 )
 from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
@@ -132,7 +135,8 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     if asks_to_resume:
         last.append(ConfigLayer("--resume", {"run": {"resume": asks_to_resume}}))
     layers += more
-    if isinstance(own, TrainArguments) and not own.help:
+    told = isinstance(own, TryArguments) and (own.config or "data.path" in options.values)
+    if (isinstance(own, TrainArguments) or told) and not own.help:
         layers = [*data_layer(name, [*layers, *last]), *layers]
     config = read_config(base, [*layers, *last])
     init_from = config.run.init_from
@@ -184,6 +188,22 @@ def train(words: list[str]) -> int:
         lines = launch.closing_lines(config, folder, summary, processes)
         print(*lines, sep="\n", file=sys.stderr)
     return int(summary.get("exit_code", 0))
+
+
+def try_out(words: list[str]) -> int:
+    """Times eager, compiled and graph runs of a preset or a model of transformers."""
+    read = _read("try", words, TryArguments())
+    config = _configure(read, read.own.preset)
+    if read.own.help:
+        return _help(TRY_USAGE, TryArguments())
+    if config is None:
+        raise ConfigError(["which preset? For example: packgraph try qwen3-tiny"])
+    if read.own.seconds <= 0:
+        raise ConfigError([f"--seconds must be positive, got {read.own.seconds:g}"])
+    given = shlex.join(word for word in words if not word.startswith("--seconds"))
+    found = try_config(config, read.own.seconds, given)
+    print(found)
+    return 0 if any(row["reason"] is None for row in found.rows.values()) else 1
 
 
 def verify(words: list[str]) -> int:
@@ -314,6 +334,7 @@ def completion(words: list[str]) -> int:
     planned = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]
     options = {
         "train": [*leaves(TrainArguments()), *config],
+        "try": [*leaves(TryArguments()), *config],
         "verify": [*leaves(VerifyArguments()), *config],
         "plan memory": [*leaves(PlanMemoryArguments()), *config],
         "plan": list({leaf.option: leaf for leaf in planned}.values()),
@@ -322,15 +343,14 @@ def completion(words: list[str]) -> int:
         "chat": list(leaves(ChatArguments())),
         "presets": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),
-        **{f"bench {name}": list(leaves(one.options())) for name, one in BENCHMARKS.items()},
     }
     arguments = {
         "": tuple(dict.fromkeys(name.partition(" ")[0] for name in options)),
         "train": names,
+        "try": names,
         "verify": names,
         "plan": ("stdlib", "memory", *names),
         "data": ("build", "check"),
-        "bench": tuple(BENCHMARKS),
         "completion": ("bash", "zsh", "fish"),
     }
     print(completion_script(asked.shell, options, arguments), end="")

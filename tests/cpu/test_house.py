@@ -31,9 +31,9 @@ RANKS = {
     "integrations": 5,
     "train": 6,
     "verification": 7,
-    "bench": 7,
-    "commands": 8,
-    "cli": 9,
+    "bench": 8,
+    "commands": 9,
+    "cli": 10,
 }
 # Planners decide, as pure functions of host facts, and lie beside what they plan.
 PLANNERS = (
@@ -461,7 +461,7 @@ def test_modules_say_what_they_are_for():
 # adds some deletes others, and who deletes some writes the new figure here.
 STATEMENTS = {
     "torch_internals": 70,
-    "__init__": 37,
+    "__init__": 38,
     "packing": 1010,
     "graphs": 7563,
     "ops": 2044,
@@ -472,13 +472,13 @@ STATEMENTS = {
     "models": 1811,
     "viz": 337,
     "integrations": 866,
-    "train": 8535,
-    "verification": 815,
-    "bench": 820,
-    "commands": 203,
+    "train": 8540,
+    "verification": 816,
+    "bench": 470,
+    "commands": 218,
     "cli": 112,
-    "tests": 46848,
-    "benchmarks": 4689,
+    "tests": 46920,
+    "benchmarks": 5214,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

@@ -33,6 +33,7 @@ NAMES = {
     "recompute",
     "replicate",
     "shard",
+    "try_module",
     "verify",
 }
 

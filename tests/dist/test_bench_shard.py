@@ -14,13 +14,13 @@ import bench_shard
 import pytest
 import torch
 from bench import ALL
+from bench_command import read_bench
+from bench_models import draw_batches, shape
 from bench_shard import ShardArguments, measure_shard
 from distkit import CPU, run_ranks
 from shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 
-from packgraph.bench.command import read_bench
 from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process

@@ -17,9 +17,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from bench_models import draw_batches
 from context_steps import DYNAMIC, plan_steps
 
-from packgraph.bench.models import draw_batches
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes, make_mesh

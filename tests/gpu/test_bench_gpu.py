@@ -9,10 +9,10 @@ from bench import STEP_WAYS, AllStepArguments, measure_step
 from bench_attention import AttentionArguments, bench_attention, usual_backends
 from bench_capture import CaptureArguments, bench_capture
 from bench_memory import MemoryArguments, bench_memory
+from bench_models import shape
 from step_figures import busy_time
 
 from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
 
 pytestmark = [

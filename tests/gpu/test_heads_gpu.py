@@ -4,6 +4,8 @@ them."""
 
 import pytest
 import torch
+from bench_models import TimedPart, build_part, draw_batches, shape, zero_gradients
+from bench_ways import Graphed, Setting
 from headskit import (
     EPS,
     assert_near,
@@ -16,8 +18,6 @@ from headskit import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from packgraph.bench.models import TimedPart, build_part, draw_batches, shape, zero_gradients
-from packgraph.bench.variants import Graphed, Setting
 from packgraph.ops.heads import LEAST_ROWS, turned_heads, turns_heads
 from packgraph.packing.capacity import Capacity
 

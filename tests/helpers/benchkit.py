@@ -2,9 +2,7 @@
 
 import torch
 from bench import ALL_WAYS
-
-from packgraph.bench.comparison import room_for_code
-from packgraph.bench.models import (
+from bench_models import (
     TimedPart,
     build_part,
     draw_batches,
@@ -12,7 +10,9 @@ from packgraph.bench.models import (
     squared_gradients,
     zero_gradients,
 )
-from packgraph.bench.variants import Setting, Way
+from bench_ways import Setting, Way
+
+from packgraph.bench.comparison import room_for_code
 from packgraph.models.config import DecoderConfig
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch

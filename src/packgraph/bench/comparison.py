@@ -16,6 +16,7 @@ tensor lives there at the moment or not.
 """
 
 import contextlib
+import copy
 import itertools
 import math
 import time
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from torch import nn
 from torch._dynamo import config as dynamo_config
 
 from packgraph.bench.rows import FAILURES, Row, Rows, figures, why
@@ -34,6 +36,7 @@ from packgraph.graphs.memory.allocator import Stretch, free_memory
 from packgraph.ops.symmetric_memory import symmetric_bytes
 from packgraph.torch_internals import clear_cublas_workspaces
 
+M = TypeVar("M", bound=nn.Module)
 CUDA_DEFAULT_POOL = (0, 0)
 
 
@@ -118,6 +121,31 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     run()
     synchronize(device)
     return None if stretch is None else _held(device, stretch.most_allocated())
+
+
+def shared_copy(module: M, replaced: Mapping[int, Any] | None = None) -> M:
+    """Another module over the same values and gradients.
+
+    Its parameters are objects of their own: torch keeps an accumulator of gradients with every
+    parameter, bound to the stream that it was made on, and a capture that keeps one alive would
+    move the gradients of all others there. Gradients must be there already, and stay the same
+    tensors.
+
+    Args:
+        module: Must work with `copy.deepcopy`.
+        replaced: What the copy has in place of further objects, by their ids.
+
+    Raises:
+        ValueError: Naming a parameter that is trained and has no gradient.
+    """
+    memo: dict[int, Any] = dict(replaced or {})
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None and parameter.requires_grad:
+            raise ValueError(f"{name} has no gradient that a copy could share: zero them first")
+        other = nn.Parameter(parameter.data, parameter.requires_grad)
+        other.grad = parameter.grad
+        memo[id(parameter)] = other
+    return copy.deepcopy(module, memo)
 
 
 def rounds_in_turn(

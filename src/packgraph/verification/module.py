@@ -101,9 +101,10 @@ def verify(
     reference = graph(plain, **options) if compiles else plain
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     around = functools.partial(eager, REFERENCE) if compiles else contextlib.nullcontext
+    loss, trained = loss or sum_of_outputs, control(graphed).module
     sides = [
-        _Side(reference, plain, make, loss or _sum, around),
-        _Side(graphed, control(graphed).module, make, loss or _sum, contextlib.nullcontext),
+        _Side(reference, plain, make, loss, around),
+        _Side(graphed, trained, make, loss, contextlib.nullcontext),
     ]
     steps = tensors = 0
     difference: Difference | None = None
@@ -152,13 +153,13 @@ class _Side:
         with self._around():
             out = self._call(*args)
         loss = self._loss(out)
-        found = {f"output {number}": leaf.detach().clone() for number, leaf in _tensors(out)}
+        found = {f"output {number}": leaf.detach().clone() for number, leaf in tensors_of(out)}
         found["loss"] = loss.detach().clone()
         if loss.requires_grad:
             loss.backward()
         found |= {
             f"gradient of input {number}": leaf.grad
-            for number, leaf in _tensors(args)
+            for number, leaf in tensors_of(args)
             if leaf.grad is not None
         }
         for name, parameter in self._module.named_parameters():
@@ -172,7 +173,8 @@ class _Side:
         return found | {f"random state {number}": state for number, state in states}
 
 
-def _tensors(tree: Any) -> list[tuple[int, Tensor]]:
+def tensors_of(tree: Any) -> list[tuple[int, Tensor]]:
+    """Lists the tensors of a pytree with their numbers among its leaves."""
     leaves, _ = tree_flatten(tree)
     return [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -184,8 +186,10 @@ def _own(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-def _sum(out: Any) -> Tensor:
-    parts = [leaf.float().sum() for _, leaf in _tensors(out) if leaf.is_floating_point()]
+def sum_of_outputs(out: Any) -> Tensor:
+    """Returns the sum of all floating-point tensors in `out`: 0-d float32. Raises ValueError where
+    there is none."""
+    parts = [leaf.float().sum() for _, leaf in tensors_of(out) if leaf.is_floating_point()]
     if not parts:
         raise ValueError("the module returns no floating-point tensor: pass loss=")
     return torch.stack(parts).sum()

@@ -12,16 +12,17 @@ from unittest import mock
 import bench_pipeline
 import pytest
 import torch
-from bench import ALL, main
+from bench import main
+from bench_models import SHAPES, draw_batches, shape
 from bench_pipeline import PipelineArguments, PipelineWay, measure_pipeline
+from bench_step import StepComparison
+from bench_ways import Graphed, compiled_stack
 from benchkit import SMALL
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from packgraph import cli
-from packgraph.bench.command import BENCHMARKS, OF_CHECKOUT
 from packgraph.bench.comparison import (
     Check,
     Deadline,
@@ -31,10 +32,7 @@ from packgraph.bench.comparison import (
     room_for_code,
     rounds_in_turn,
 )
-from packgraph.bench.models import SHAPES, draw_batches, shape
 from packgraph.bench.rows import Rows, facts, figures, why
-from packgraph.bench.step import StepComparison
-from packgraph.bench.variants import Graphed, compiled_stack
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
@@ -170,7 +168,6 @@ def test_bench_step_writes_a_row_for_every_way(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     words = [
-        "bench",
         "step",
         *SMALL,
         "--ways",
@@ -191,7 +188,7 @@ def test_bench_step_writes_a_row_for_every_way(
         "--together",
         "3",
     ]
-    assert cli.main(words) == 0
+    assert main(words) == 0
     captured = capsys.readouterr()
     rows = rows_of(captured.out)
     assert captured.out == out.read_text() and "bench step" in captured.err
@@ -228,9 +225,8 @@ def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixt
 
     with mock.patch.object(Graphed, "run", sometimes):
         assert (
-            cli.main(
+            main(
                 [
-                    "bench",
                     "step",
                     *SMALL,
                     "--ways",
@@ -250,7 +246,7 @@ def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixt
 
 
 def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--seconds", "1e-9"]) == 1
+    assert main(["step", *SMALL, "--ways", "eager", "chunk", "--seconds", "1e-9"]) == 1
     assert all(
         "limit of 1e-09 seconds" in row["reason"] for row in rows_of(capsys.readouterr().out)
     )
@@ -265,15 +261,13 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--together", "0"], "expected a whole number of at least 1"),
         (["step", "--attention", "naive"], "--attention: expected own | sdpa"),
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
-        (["padding"], "needs a checkout: python benchmarks/bench.py padding"),
-        (["offload", "--tokens", "8"], "needs a checkout: python benchmarks/bench.py offload"),
         (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )
 def test_mistakes_are_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], text: str
 ) -> None:
-    assert cli.main(["bench", *words]) == 2
+    assert main(words) == 2
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == "" and "Traceback" not in captured.err
 
@@ -293,14 +287,7 @@ def test_pipelines_that_cannot_be_are_refused(
     assert text in captured.err and captured.out == ""
 
 
-def test_the_package_names_the_benchmarks_of_a_checkout() -> None:
-    assert set(OF_CHECKOUT) == set(ALL) - set(BENCHMARKS) and set(BENCHMARKS) < set(ALL)
-
-
 def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench"]) == 0
-    printed = capsys.readouterr().out
-    assert "packgraph bench moe" in printed and "python benchmarks/bench.py" in printed
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert "python benchmarks/bench.py moe" in printed and "pipeline" in printed
@@ -419,8 +406,9 @@ def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(
         return time(self, way, number)
 
     monkeypatch.setattr(StepComparison, "time", ends_in_the_fifth)
-    words = ["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "9", "--calls", "1"]
-    assert cli.main(words) == cli.INTERRUPTED
+    words = ["step", *SMALL, "--ways", "eager", "chunk", "--rounds", "9", "--calls", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in rows] == ["eager", "chunk"]
     assert all(row["rounds"] == 2 and row["figures"] for row in rows)

@@ -7,6 +7,17 @@ from typing import Any
 import pytest
 import torch
 from bench import main
+from bench_models import (
+    WINDOW,
+    TimedPart,
+    build_part,
+    draw_batches,
+    draw_lengths,
+    planned_buckets,
+    refit,
+    shape,
+    zero_gradients,
+)
 from bench_padding import DISTRIBUTIONS, PaddingArguments, bench_padding, lengths_like
 from bench_shard import exposed_length
 from hypothesis import given
@@ -23,17 +34,6 @@ from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from packgraph.bench.comparison import Deadline, start_anew
-from packgraph.bench.models import (
-    WINDOW,
-    TimedPart,
-    build_part,
-    draw_batches,
-    draw_lengths,
-    planned_buckets,
-    refit,
-    shape,
-    zero_gradients,
-)
 from packgraph.bench.rows import Rows, facts
 from packgraph.packing.capacity import Capacity
 

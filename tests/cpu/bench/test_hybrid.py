@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from bench import main
+from bench_models import (
+    shape,
+    twin,
+)
+from bench_ways import layers_of
 from benchkit import ONE, make, make_way, results
 from expert_ways import partial_scope
 from others import GraphedCallables, Recorded
 from torch import Tensor
 
-from packgraph import cli
-from packgraph.bench.models import (
-    shape,
-    twin,
-)
-from packgraph.bench.variants import layers_of
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.stack import DecoderStack
@@ -91,9 +91,8 @@ def test_shapes_are_those_of_1_to_2_billion_parameters() -> None:
 def test_the_command_writes_rows_of_a_hybrid(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     assert (
-        cli.main(
+        main(
             [
-                "bench",
                 "step",
                 "--device",
                 "cpu",

@@ -12,24 +12,23 @@ from typing import Any
 import pytest
 import torch
 from bench import ALL, PEERS, AllMoeArguments, main, measure_step
-from benchkit import CPU, ONE, make, make_way, results
-from expert_ways import EXPERT_WAYS, MOE_WAYS, RoomyDispatcher, Stashed, partial_scope
-from others import GraphedCallables, Recorded, WholeGraph, their_layers
-from step_figures import model_flops
-from torch import Tensor
-
-from packgraph import cli
-from packgraph.bench.command import read_bench
-from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import (
+from bench_command import read_bench
+from bench_models import (
     SHAPES,
     build_part,
     refit,
     shape,
     twin,
 )
+from bench_ways import WAYS, Graphed, layers_of
+from benchkit import CPU, ONE, make, make_way, results
+from expert_ways import EXPERT_WAYS, MOE_WAYS, RoomyDispatcher, Stashed, partial_scope
+from others import GraphedCallables, Recorded, WholeGraph, their_layers
+from step_figures import model_flops
+from torch import Tensor
+
+from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.variants import WAYS, Graphed, layers_of
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.packing.capacity import Capacity
@@ -195,7 +194,7 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
         "cpu",
     ]
     assert main(["moe", *words, "--ways", "host-splits", "eager"]) == 0
-    assert cli.main(["bench", "moe", *words, "--ways", "eager", "chunk"]) == 0
+    assert main(["moe", *words, "--ways", "eager", "chunk"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in rows] == ["host-splits", "eager", "eager", "chunk"]
     assert all(
@@ -206,7 +205,7 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
         and row["agrees"]
         for row in rows
     )
-    assert cli.main(["bench", "moe", "--help"]) == 0
+    assert main(["moe", "--help"]) == 0
     assert "default: moonlight on CUDA" in " ".join(capsys.readouterr().out.split())
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench import main
+from bench_models import build_part, draw_batches, shape, zero_gradients
 from bench_offload import OffloadArguments, OffloadCase, OffloadRun
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from offload_measures import (
 from step_figures import attempt_alone
 
 from packgraph.bench.comparison import Deadline
-from packgraph.bench.models import build_part, draw_batches, shape, zero_gradients
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory

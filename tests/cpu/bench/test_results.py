@@ -14,9 +14,9 @@ import plot
 import pytest
 import table
 from bench import ALL, STEP_WAYS
+from bench_command import read_bench
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench.command import read_bench
 from packgraph.bench.rows import median, quantile, value
 
 ROOT = Path(__file__).parents[3]

@@ -17,14 +17,7 @@ import torch
 import torch.nn.functional as F
 from bench import STEP_WAYS, main
 from bench_memory import _ratios
-from benchkit import CPU, ONE, SMALL, make, make_way, results
-from others import GraphedCallables, Recorded, WholeGraph
-from torch import Tensor
-from torch._dynamo.testing import CompileCounter
-
-from packgraph.bench import variants as ways
-from packgraph.bench.comparison import Deadline, room_for_code
-from packgraph.bench.models import (
+from bench_models import (
     TimedPart,
     build_part,
     refit,
@@ -33,9 +26,15 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
+from bench_step import StepArguments, bench_step
+from bench_ways import Graphed, Way, compiled_layers, layer_stack, layers_of
+from benchkit import CPU, ONE, SMALL, make, make_way, results
+from others import GraphedCallables, Recorded, WholeGraph
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from packgraph.bench.comparison import Deadline, room_for_code
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import StepArguments, bench_step
-from packgraph.bench.variants import Graphed, Way, compiled_layers, layer_stack, layers_of
 from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -154,7 +153,7 @@ def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
     make_way("eager", setting).run(draws[0])
     assert squared_gradients([model]) == squared_gradients([other]) > 0
     model.zero_grad()
-    with pytest.raises(ValueError, match="has no gradient that a twin could share"):
+    with pytest.raises(ValueError, match="has no gradient that a copy could share"):
         twin(model, "sdpa")
 
 
@@ -183,7 +182,7 @@ def test_own_attention_is_that_of_the_stack() -> None:
     assert {name: setting.attention_of(name) for name in STEP_WAYS} == dict.fromkeys(
         STEP_WAYS, "auto"
     )
-    with mock.patch.object(ways, "varlen_problems", return_value=[]):
+    with mock.patch("bench_ways.varlen_problems", return_value=[]):
         own = {name: setting.attention_of(name) for name in STEP_WAYS}
     assert {name for name, backend in own.items() if backend == "auto"} == {
         "layer",

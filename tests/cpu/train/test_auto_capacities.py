@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_models import shape
 from trainkit import CPU, tiny
 
 from packgraph import cli
-from packgraph.bench.models import shape
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.presets import preset

@@ -263,7 +263,6 @@ BASH = """\
     local command=${{COMP_WORDS[1]}} options="" arguments="" values=""
     COMPREPLY=()
     (( COMP_CWORD == 1 )) && command=""
-    [[ $command == bench ]] && (( COMP_CWORD > 2 )) && command="bench ${{COMP_WORDS[2]}}"
     case $command in
 {commands}
     esac
@@ -291,7 +290,7 @@ def completion_script(
 
     Args:
         shell: `bash`, `zsh` or `fish`.
-        options: Options of each command, such as `train` or `bench step`.
+        options: Options of each command, such as `train` or `plan memory`.
         arguments: Words that may follow each command; those of "" are the commands.
 
     Returns:

@@ -34,6 +34,19 @@ ends with 128 + the signal's number (130, 143, 138), or 75 at its time limit. Er
 asked for end with 2, failed runs with 1."""
 TRAIN_END = "`packgraph train {preset} --help all` has every option: {others} more."
 
+TRY_USAGE = """\
+usage: packgraph try PRESET | hf:PATH [--seconds N] [--data.path FILE] [--section.option VALUE ...]
+
+Is it faster for me? Time eager, compiled and graph runs of a model on this device by turns, over
+documents like yours: forward and backward, without the optimizer's update. The report says tokens a
+second, memory, what ran eagerly and why, and the lines to change.
+
+    packgraph try qwen3-tiny
+    packgraph try hf:models/Qwen3-0.6B --data.path chats.jsonl
+
+Without --data.path the documents are the source of Python's library. Further options are those of
+`packgraph train --help all`; `packgraph.try_module` does the same for a module of your own."""
+
 VERIFY_USAGE = """\
 usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
        packgraph verify --hf-config FILE [--layers N] [--steps N]
@@ -116,6 +129,15 @@ class TrainArguments(CommandArguments):
         metavar="all",
         bare="short",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryArguments(CommandArguments):
+    """Own options of `packgraph try`."""
+
+    preset: str | None = option(None, "the run that is timed", positional=True)
+    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    seconds: float = option(120.0, "begin nothing further after this time", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)

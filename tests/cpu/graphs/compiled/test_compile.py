@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from bench_models import SHAPES, draw_batches
 from compilekit import Packed
 from graphkit import Stages, Toy, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tracekit import differences
 
 import packgraph
-from packgraph.bench.models import SHAPES, draw_batches
 from packgraph.graphs.checks.host_sync import CodeWatcher, compiled_stages
 from packgraph.graphs.compiled.compiler import CompiledCode, refuse_unsafe_graph
 from packgraph.graphs.errors import PackgraphWarning, traced_line

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_models import draw_batches
 from stashkit import poison_pages
 
 import packgraph
 import packgraph.moe.stash.stash as stashed
-from packgraph.bench.models import draw_batches
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from attentionkit import NAN, textbook_backward, textbook_forward
+from bench_models import SHAPES, draw_batches
 from graphkit import poison_free_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import packgraph
-from packgraph.bench.models import SHAPES, draw_batches
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention.api import attention, attention_metadata

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-
-from packgraph.bench.comparison import Check, Comparison, Deadline, Sample, agreement, time_calls
-from packgraph.bench.models import (
+from bench_models import (
     PARTS,
     SHAPES,
     TimedPart,
@@ -35,8 +33,10 @@ from packgraph.bench.models import (
     squared_gradients,
     zero_gradients,
 )
+from bench_ways import FLOAT8_WAYS, WAYS, Maker, Setting, Way, make_way
+
+from packgraph.bench.comparison import Check, Comparison, Deadline, Sample, agreement, time_calls
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
-from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way, make_way
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.ops.float8.linear import is_float8

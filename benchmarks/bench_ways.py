@@ -35,10 +35,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from bench_models import TimedPart, twin
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from packgraph.bench.models import TimedPart, twin
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import control, forward_backward, graph

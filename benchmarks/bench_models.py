@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packgraph.bench.comparison import shared_copy
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.decoder import DecoderLayer
@@ -236,25 +237,9 @@ def build_part(
 
 
 def twin(model: DecoderStack, attention: str) -> DecoderStack:
-    """Another module over the same values and gradients, with another attention backend (a name, or
-    auto).
-
-    Its parameters are objects of their own: torch keeps an accumulator of gradients with every
-    parameter, bound to the stream that it was made on, and a capture that keeps one alive would
-    move the gradients of all others there. Gradients must be there already, and stay the same
-    tensors.
-    """
-    replaced: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            raise ValueError(
-                f"{name} has no gradient that a twin could share: call zero_gradients first"
-            )
-        other = torch.nn.Parameter(parameter.data)
-        other.grad = parameter.grad
-        replaced[id(parameter)] = other
+    """A `shared_copy` with another attention backend (a name, or auto)."""
     config = dataclasses.replace(model.config, attention_backend=attention)
-    return copy.deepcopy(model, replaced | {id(model.config): config})
+    return shared_copy(model, {id(model.config): config})
 
 
 class TimedPart:

@@ -1,29 +1,24 @@
-"""`packgraph bench NAME`: read the options, say at once all that is wrong with them, run, print a
-table."""
+"""The command of benchmarks: read the options, say at once all that is wrong with them, run, print
+a table."""
 
 import difflib
 import inspect
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from bench_step import BenchArguments
 
-from packgraph.bench import step
 from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Column, Rows, facts
-from packgraph.bench.step import BenchArguments
 from packgraph.parallel.ranks import Launch
 from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.reading import ConfigError, shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1
-OF_CHECKOUT = (
-    *("attention", "capture", "context", "integrations", "memory", "offload", "padding"),
-    *("pipeline", "shard"),
-)
+COMMAND = "python benchmarks/bench.py"
 INTRODUCTION = """\
 usage: {command} NAME [--option VALUE ...]
 
@@ -33,8 +28,7 @@ Time the ways of running the same packed documents, side by side in one process.
     {command} moe
 
 One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What
-cannot be measured gets a row with the reason. Benchmarks of several ranks, of offloading, memory
-and parts are those of a checkout: python benchmarks/bench.py.
+cannot be measured gets a row with the reason. `packgraph try` compares a model of yours.
 
 benchmarks:
 {names}
@@ -54,26 +48,14 @@ class Benchmark(NamedTuple):
     columns: Sequence[Column]
 
 
-BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
-    {
-        "step": Benchmark(step.StepArguments, step.bench_step, step.COLUMNS),
-        "moe": Benchmark(step.MoeArguments, step.bench_step, step.COLUMNS),
-    }
-)
-
-
 def bench(
-    words: Sequence[str],
-    benchmarks: Mapping[str, Benchmark] = BENCHMARKS,
-    command: str = "packgraph bench",
-    commit: str | None = None,
+    words: Sequence[str], benchmarks: Mapping[str, Benchmark], commit: str | None = None
 ) -> int:
     """Run one benchmark.
 
     Args:
         words: Its name and options.
         benchmarks: Those that there are, by name.
-        command: What is typed before the name.
         commit: Of the source, where it is known and `--commit` says no other.
 
     Returns:
@@ -87,13 +69,13 @@ def bench(
             f"  {name:12} {(one.options.__doc__ or '').splitlines()[0]}"
             for name, one in benchmarks.items()
         )
-        print(INTRODUCTION.format(command=command, names=names))
+        print(INTRODUCTION.format(command=COMMAND, names=names))
         return 0
     asked = read_bench(words, benchmarks)
     found = benchmarks[words[0]]
     if asked.help:
         text = inspect.cleandoc(found.options.__doc__ or "")
-        print(f"usage: {command} {words[0]} [--option VALUE ...]\n\n{text}")
+        print(f"usage: {COMMAND} {words[0]} [--option VALUE ...]\n\n{text}")
         print(options_help(found.options()))
         return 0
     launch = Launch.read()
@@ -111,11 +93,9 @@ def bench(
     return 0 if rows.measured and held else FAILED
 
 
-def read_bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS) -> Any:
+def read_bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark]) -> Any:
     """The options of the benchmark that `words` begin with. Raises ConfigError."""
     name, *rest = words
-    if name in OF_CHECKOUT and name not in benchmarks:
-        raise ConfigError([f"bench {name} needs a checkout: python benchmarks/bench.py {name}"])
     if name not in benchmarks:
         near = difflib.get_close_matches(name, benchmarks, n=1)
         meant = f", did you mean {near[0]}?" if near else "."
