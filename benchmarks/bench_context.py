@@ -46,7 +46,8 @@ from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
-from packgraph.parallel.mesh import Layout, Mesh, context_sizes
+from packgraph.parallel.layout import Layout, context_sizes
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import ConfigError, Count, option
 from packgraph.train.config.sections import OptimizerConfig

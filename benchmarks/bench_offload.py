@@ -71,10 +71,10 @@ from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.recompute import NONE, recompute
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.api import attach
-from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.plan import CopySpeed, OffloadKnobs, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import MODULES
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs, plan_for_time
+from packgraph.offloading.search import plan_by_knobs, plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import Count, option

@@ -35,7 +35,7 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.pipeline.schedule import (

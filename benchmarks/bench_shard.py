@@ -44,7 +44,8 @@ from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS, choose_backend
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout, Mesh
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import Count, option
 from packgraph.train.feed import count_loss_tokens, shares

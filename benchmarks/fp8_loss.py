@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from packgraph.ops.float8.linear import FLOAT8, LAYERS
-from packgraph.ops.linear import NATIVE
+from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process

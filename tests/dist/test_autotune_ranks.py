@@ -15,7 +15,7 @@ from trainkit import CAPACITIES, tiny, trainer
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.replay import ReplayHandle
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import on_first
 from packgraph.train import autotune
 from packgraph.train.autotune import FASTER, TIMED

@@ -9,7 +9,7 @@ import pytest
 from distkit import run_ranks
 from trainkit import tiny, trainer
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint import writer as checkpoint

@@ -12,7 +12,7 @@ from distkit import CPU, run_ranks
 from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows, facts
 from packgraph.parallel.context.request import ContextRequest
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch
 from packgraph.train.feed import groups_of
 

@@ -23,7 +23,8 @@ from shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 from packgraph.bench.comparison import Deadline
 from packgraph.bench.rows import Rows, facts
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 
 SECONDS = 240.0
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "h200x2.sh"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Holding, Pieces, collect, deliveries, rectangles
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

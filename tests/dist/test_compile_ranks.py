@@ -13,7 +13,7 @@ from trainkit import tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest
 

@@ -17,7 +17,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import spread_context
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.presets import hybrid_tiny
 from packgraph.train.config.sections import ParallelConfig

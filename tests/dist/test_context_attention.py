@@ -18,7 +18,7 @@ from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.zigzag import zigzag_tables
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 
 WIDTH, VALUES = 6, 4
 HEADS = {"ulysses": 8, "zigzag": 6}  # four ranks cannot share six heads

@@ -23,7 +23,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, places
 from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.context.rows import spread_context
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, PlannedSteps, open_microbatches

@@ -17,7 +17,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.checkpoint.writer import best_checkpoint
 from packgraph.train.config.sections import EvalConfig, ParallelConfig

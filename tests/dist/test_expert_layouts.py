@@ -11,7 +11,7 @@ from distkit import CPU, run_ranks
 from trainkit import close, equal, finished, tiny
 
 from packgraph.models.config import ExpertConfig
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.features import moe

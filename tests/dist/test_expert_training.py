@@ -14,7 +14,8 @@ from torch import nn
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 from packgraph.moe.dispatch.over_ranks import make_dispatcher
 from packgraph.parallel.expert import keep_experts, split_experts
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Pieces, collect, stored
 from packgraph.train.checkpoint.writer import load_tensors, save_checkpoint
 from packgraph.train.config.sections import OptimizerConfig

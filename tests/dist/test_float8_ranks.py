@@ -23,8 +23,9 @@ from packgraph.ops.float8.linear import (
     RankSplit,
     multiply_by,
 )
-from packgraph.ops.linear import NATIVE, linear_layer, merged
-from packgraph.parallel.mesh import Layout
+from packgraph.ops.linear import linear_layer, merged
+from packgraph.ops.names import NATIVE
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.tensor import parallelize
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, config_for, random_packs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from distkit import run_ranks
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config

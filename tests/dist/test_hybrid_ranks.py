@@ -13,13 +13,13 @@ from distkit import run_ranks
 from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
 from trainkit import close, equal, finished, tiny
 
-from packgraph.mamba.heads import ScanShape, ranks_problem
+from packgraph.mamba.shape import ScanShape, ranks_problem
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.attention.context import ContextGroup, own_rows
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.validate import validate

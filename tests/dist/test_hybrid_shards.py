@@ -14,7 +14,7 @@ from tracekit import differences
 from trainkit import RandomPacks
 
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer

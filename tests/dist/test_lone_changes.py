@@ -27,7 +27,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel import ranks as consensus
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.ranks import StoreConsensus
 from packgraph.train.config.sections import ParallelConfig

@@ -11,7 +11,7 @@ from trainkit import finished, tiny
 
 from packgraph.graphs.key import OVER_BUDGET
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 
 PP2 = Layout(dp=1, pp=2)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.cli import main
-from packgraph.parallel.mesh import Layout, make_mesh, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import make_mesh, single_process
 from packgraph.parallel.ranks import ADDRESS, NUMBERS, Launch, processes
 
 

@@ -22,7 +22,7 @@ from packgraph.moe.dispatch.over_ranks import (
 )
 from packgraph.moe.peer_read import SymmetricBuffers, plan_peer_read, symmetric_problem
 from packgraph.moe.permute import before, count_rows, place_segments, plan_rows
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 
 EXPERTS = 8
 # tokens, places, share of padding, experts that may be chosen

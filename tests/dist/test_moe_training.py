@@ -14,7 +14,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics

@@ -12,7 +12,7 @@ import torch
 from distkit import run_ranks
 
 from packgraph.parallel.heartbeat import LOST
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train import node_folders
 from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries

@@ -20,7 +20,7 @@ from packgraph.graphs.stages import Stage
 from packgraph.offloading import api, group
 from packgraph.offloading.api import OffloadedLayer
 from packgraph.offloading.group import GroupMemory
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import LoraConfig, OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading

@@ -11,7 +11,8 @@ from distkit import CPU, run_ranks
 from toyaxis import ToyOptions, ToyParallelism
 from trainkit import RandomPacks, tiny, trainer
 
-from packgraph.parallel.mesh import Axis, Layout, Mesh
+from packgraph.parallel.layout import Axis, Layout
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.optimizer import Optimizer

@@ -18,7 +18,7 @@ from tracekit import differences
 
 import packgraph
 from packgraph.graphs.stages import Stage, run_stages
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.peer_copies import PeerParts
 from packgraph.parallel.sharded_layers import ShardedLayers
 from packgraph.verification.matrix import budget_over, config_for, random_packs

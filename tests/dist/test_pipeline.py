@@ -15,7 +15,7 @@ import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pipeline.executor import InFlight, Pipeline, PipelineError
 from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.pipeline.schedule import slot_counts

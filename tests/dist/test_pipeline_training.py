@@ -13,7 +13,7 @@ from torch import nn
 from trainkit import CAPACITIES, PacksOfOneCapacity, finished, held_tensors, tiny, trainer
 
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
 from packgraph.train.config.sections import ParallelConfig

@@ -23,7 +23,7 @@ from packgraph.models.layers.mlp import RMSNorm
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import Links
 from packgraph.parallel.ranks import replica_consensus, stage_consensus

@@ -9,7 +9,8 @@ from shardedkit import settings
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.flat_buffers import plan_gradient_buckets
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of

@@ -11,7 +11,7 @@ from trainkit import CAPACITIES, RandomPacks, close, equal, finished, tiny
 
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.pack import pack
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainkit import RandomPacks, tiny, trainer
 
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import Pieces, rectangles
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.config.sections import ParallelConfig

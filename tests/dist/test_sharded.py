@@ -18,7 +18,7 @@ from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.sharded_layers import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer

@@ -9,7 +9,7 @@ from distkit import CPU, run_ranks
 from shardedkit import settings, train
 from tracekit import differences
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.validate import validate

@@ -18,7 +18,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import save_pretrained
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.sharded_layers import layers_of
 from packgraph.train import build
 from packgraph.train.build import build_chunks, make_optimizer

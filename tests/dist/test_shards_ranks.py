@@ -8,7 +8,7 @@ from distkit import run_ranks
 from shardkit import shards_of, write_rows
 from trainkit import CAPACITIES, tiny, trainer
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import (
     DataConfig,

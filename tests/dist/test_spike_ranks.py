@@ -9,7 +9,7 @@ from distkit import run_ranks
 from trainkit import tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest

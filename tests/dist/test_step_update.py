@@ -16,7 +16,7 @@ from packgraph.graphs.fallback import APART
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest

@@ -15,7 +15,8 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import collect
 from packgraph.train.build import build_chunks
 from packgraph.train.config.reading import ConfigError

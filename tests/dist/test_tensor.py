@@ -27,7 +27,8 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.mlp import RMSNorm
 from packgraph.ops import heads
 from packgraph.ops.loss import naive_linear_cross_entropy
-from packgraph.parallel.mesh import Layout, Mesh, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import packgraph
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.log_probabilities import naive_log_probabilities
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.tensor import parallelize
 from packgraph.parallel.vocabulary import head_log_probabilities
 

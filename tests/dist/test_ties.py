@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pipeline.links import shared_names, tie_groups
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer

@@ -15,7 +15,7 @@ from trainkit import tiny, trainer
 from updatekit import one_kernel
 
 from packgraph.models.config import ExpertConfig
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.run_folder import check_same_run

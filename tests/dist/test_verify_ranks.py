@@ -21,7 +21,7 @@ from verifykit import BROKEN, break_gradient
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.features.moe import ExpertBalance
 from packgraph.verification import compared_run as side
 from packgraph.verification.command import print_report, print_total

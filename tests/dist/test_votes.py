@@ -21,7 +21,7 @@ from trainkit import RandomPacks, tiny
 from packgraph.graphs import capture as capture_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import (
     Launch,
     LostPartnersError,
@@ -214,7 +214,7 @@ RANKS = """
 import os, sys, time
 from datetime import timedelta
 from packgraph.parallel.heartbeat import LostRankError, signs_of_life
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, from_all, processes
 import torch
 launch, how = Launch.read(), sys.argv[1]

@@ -17,7 +17,7 @@ from distkit import run_ranks
 from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint import writer as checkpoint
 from packgraph.train.checkpoint.reader import CheckpointError

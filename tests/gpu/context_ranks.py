@@ -22,7 +22,8 @@ from context_steps import DYNAMIC, plan_steps
 
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import context_sizes, make_mesh
+from packgraph.parallel.layout import context_sizes
+from packgraph.parallel.mesh import make_mesh
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.sections import (
     GraphConfig,

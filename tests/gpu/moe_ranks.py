@@ -23,7 +23,7 @@ from packgraph.moe import peer_read as pull_kernel
 from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.dispatch.over_ranks import make_dispatcher
 from packgraph.moe.peer_read import SymmetricBuffers, meet
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 
 HIDDEN, EXPERTS = 2048, 64

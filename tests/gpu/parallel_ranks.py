@@ -16,10 +16,10 @@ from parallelkit import Run, steps_of_packs
 from shard_ways import without_peers
 
 from packgraph.models.config import PRODUCTS
-from packgraph.ops.linear import NATIVE
+from packgraph.ops.names import NATIVE
 from packgraph.ops.symmetric_memory import symmetric_bytes
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import packgraph
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.mesh import Layout, make_mesh
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import make_mesh
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts

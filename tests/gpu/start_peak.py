@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.config.presets import preset

@@ -32,9 +32,9 @@ from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.marks import offload_block
-from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.plan import CopySpeed, OffloadKnobs
 from packgraph.offloading.runtime import PARTS
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs, plan_for_time
+from packgraph.offloading.search import plan_by_knobs, plan_for_time
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.sections import OffloadConfig
 from packgraph.train.signals import StopRequest

@@ -27,7 +27,7 @@ from rich.console import Console
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import PRODUCTS, ExpertConfig
 from packgraph.models.decoder import DecoderConfig
-from packgraph.ops.linear import NATIVE
+from packgraph.ops.names import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces

@@ -27,7 +27,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.context.rows import spread_context
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels
 

@@ -24,7 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from packgraph.parallel.mesh import Layout, Mesh, make_mesh
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh, make_mesh
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.api import attach
-from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.plan import CopySpeed, OffloadKnobs
 from packgraph.offloading.runtime import OffloadRuntime
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.search import plan_by_knobs
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.strategies import sample_batch

@@ -12,7 +12,7 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.flat_buffers import Shard
+from packgraph.parallel.layout import Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import Pieces, parts_of
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of

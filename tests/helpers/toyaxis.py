@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from packgraph.parallel.mesh import Axis, Layout, Parallelism
+from packgraph.parallel.layout import Axis, Layout
+from packgraph.parallel.mesh import Parallelism
 from packgraph.train.config.sections import ParallelConfig
 
 

@@ -10,13 +10,17 @@ import re
 import sys
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    from torch import nn
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Nothing here imports torch: commands answer mistakes without it.
+_TORCH = str(Path(getattr(find_spec("torch"), "origin", None) or "torch/").parent) + os.sep
+_MODULE = os.path.join(_TORCH, "nn", "modules", "module.py")
 PACKAGE = Path(__file__).parent.parent
 _MACHINERY = tuple(str(PACKAGE / room) + os.sep for room in ("graphs", "packing"))
 _STDLIB = str(Path(traceback.__file__).parent) + os.sep
@@ -113,10 +117,10 @@ def user_place(frame: FrameType | None = None) -> SourceLine | None:
 def _traced_place(frame: FrameType) -> SourceLine | None:
     """The user's line of an operation of a traced graph, whose code torch has written."""
     graph = frame.f_locals.get("self") if frame.f_code.co_filename.startswith(_GRAPH) else None
-    if not isinstance(graph, torch.fx.GraphModule):
+    lines = getattr(graph, "_lineno_map", None)  # of a torch.fx.GraphModule
+    if graph is None or lines is None:
         return None
-    line = frame.f_lineno - (graph._prologue_start or 0)
-    number = (graph._lineno_map or {}).get(line)
+    number = lines.get(frame.f_lineno - (graph._prologue_start or 0))
     nodes = list(graph.graph.nodes)
     stack = nodes[number].stack_trace if number is not None and number < len(nodes) else None
     return _place_in(stack)
@@ -168,9 +172,11 @@ def traced_line(stack: str | None) -> str:
     return str(_place_in(stack) or "")
 
 
-def forward_line(module: torch.nn.Module) -> str:
+def forward_line(module: "nn.Module") -> str:
     """`file.py:LINE in forward` of the module's class."""
     code = getattr(module.forward, "__code__", None)
-    if code is None or code.co_filename == torch.nn.modules.module.__file__:
+    if code is None or code.co_filename.startswith(
+        os.path.join(_TORCH, "nn", "modules", "module.py")
+    ):
         return user_line()
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

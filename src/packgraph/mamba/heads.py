@@ -13,35 +13,12 @@ sum of their gradients over ranks is the gradient.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packgraph.mamba.shape import ScanShape, own_shape, ranks_problem
 from packgraph.ops.attention.context import ContextGroup, swap_parts
-
-
-class ScanShape(NamedTuple):
-    """heads, head_dim: of the state space. groups: of heads, each with two projections of `state`
-    columns."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-
-
-def ranks_problem(shape: ScanShape, ranks: int) -> str | None:
-    """Returns why the heads of a state space cannot be shared by `ranks`, None if they can."""
-    parts = math.lcm(shape.groups, ranks)
-    if shape.heads % parts:
-        return (
-            f"{shape.heads} heads in {shape.groups} groups cannot be shared by {ranks} ranks; the "
-            "heads must be a "
-            f"multiple of {parts}, so that every rank has as many heads of every group that it "
-            "needs"
-        )
-    return None
 
 
 def whole_scan_rows(
@@ -63,11 +40,6 @@ def whole_scan_rows(
     own = own_shape(shape, context.size)
     columns, steps = found.split((found.shape[1] - own.heads, own.heads), dim=1)
     return columns, steps, own
-
-
-def own_shape(shape: ScanShape, ranks: int) -> ScanShape:
-    """Shape of the state space on one of `ranks`; groups that several ranks need count on each."""
-    return shape._replace(heads=shape.heads // ranks, groups=math.lcm(shape.groups, ranks) // ranks)
 
 
 def own_channels(x: Tensor, shape: ScanShape, context: ContextGroup) -> Tensor:

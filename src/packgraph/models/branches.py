@@ -34,7 +34,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from packgraph.mamba.heads import ScanShape, ranks_problem
+from packgraph.mamba.shape import ScanShape, ranks_problem
 
 if TYPE_CHECKING:
     from packgraph.models.config import DecoderConfig

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packgraph.models.branches import KINDS, BranchKind, read_pattern
-from packgraph.ops.attention.api import BACKENDS
-from packgraph.ops.float8.linear import PRODUCTS
-from packgraph.ops.linear import NATIVE
+from packgraph.ops.names import ATTENTION, NATIVE, PRECISIONS
 
 # Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below
 # 2^63.
@@ -276,7 +274,7 @@ class DecoderConfig:
     num_heads. tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and
     keys. attention_bias: biases of the attention projections. dropout: on both residual branches,
     in training mode. initializer_range: standard deviation of fresh matrices. attention_backend: a
-    name of `packgraph.ops.attention.api.BACKENDS` or `auto`. max_position_embeddings: only recorded
+    name of `packgraph.ops.names.ATTENTION` or `auto`. max_position_embeddings: only recorded
     in checkpoints; rotary positions have no limit here. latent: multi-head latent attention instead
     of grouped queries; num_kv_heads and head_dim then mean nothing. experts: which layers have
     experts instead of one feed-forward block, and how tokens are routed to them. pattern: the
@@ -286,7 +284,7 @@ class DecoderConfig:
     of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive)
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
     none. precision: how linear layers and experts multiply, a name of
-    `packgraph.ops.linear.PRODUCTS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
+    `packgraph.ops.names.PRECISIONS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
     fp8 = in float8 (ops/float8); fp8_weight_gradients = with gradients of weights in float8, too;
     mxfp8 = in float8 with a scale for 32 numbers, for Blackwell, emulated on CPUs and never run on
     such a GPU.
@@ -379,10 +377,10 @@ def _illegal(config: DecoderConfig) -> dict[str, bool]:
         ),
         f"dropout is {config.dropout}, must be in [0, 1)": not 0.0 <= config.dropout < 1.0,
         f"attention_backend {config.attention_backend!r} is unknown; known are auto, "
-        f"{', '.join(BACKENDS)}": config.attention_backend not in ("auto", *BACKENDS),
-        f"precision {by!r} is unknown; known are {', '.join(PRODUCTS)}": by not in PRODUCTS,
+        f"{', '.join(ATTENTION)}": config.attention_backend not in ("auto", *ATTENTION),
+        f"precision {by!r} is unknown; known are {', '.join(PRECISIONS)}": by not in PRECISIONS,
         f"bf16_ends {ends} leaves none of {config.num_layers} layers to precision {by}": (
-            by in PRODUCTS and by != NATIVE and 0 <= config.num_layers <= 2 * ends
+            by in PRECISIONS and by != NATIVE and 0 <= config.num_layers <= 2 * ends
         ),
         f"rotary_share is {share}: of head_dim {head_dim} it must leave an even "
         "number of columns, from none to all, to rotary embedding, which turns pairs": (

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.ops.kernels import by_rows, has_kernel, save_inputs, tl, triton
-from packgraph.ops.linear import NATIVE, autocast, matrices_gradient, product, rows_gradient
+from packgraph.ops.linear import autocast, matrices_gradient, product, rows_gradient
+from packgraph.ops.names import NATIVE
 
 TILE_ROWS, TILE_COLUMNS = 4, 512
 

@@ -50,7 +50,7 @@ from typing import NamedTuple
 import numpy as np
 
 from packgraph.graphs.memory.budget import shown
-from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.plan import CopySpeed, OffloadKnobs, OffloadPlan, OffloadTrace
 from packgraph.offloading.simulate import BackwardTimes, Moves, Passes, predicted, with_releases
 
 FEW = 8  # movable groups of which all subsets are tried
@@ -320,39 +320,6 @@ def _lowest(
         else:
             high, found = middle, tried
     return found
-
-
-@dataclass(frozen=True)
-class OffloadKnobs:
-    """Options that are set by hand. Raises ValueError with all reasons when it makes no sense.
-
-    fraction: of the groups that may move, 0 to 1; those first in the forward move. min_bytes:
-    smaller groups stay. margin: so many groups stay that the backward needs first, all parts of
-    them; None = the last one of each module. delta_bytes_per_pp_rank: this many bytes more stay on
-    each later rank of a pipeline. in_flight: copies to the host at one time.
-    """
-
-    fraction: float = 1.0
-    min_bytes: int = 2**20
-    margin: int | None = None
-    delta_bytes_per_pp_rank: int = 0
-    in_flight: int = 2
-
-    def __post_init__(self) -> None:
-        errors = [
-            f"{name} must be at least 0, got {value}"
-            for name, value in (
-                ("min_bytes", self.min_bytes),
-                ("margin", 0 if self.margin is None else self.margin),
-                ("delta_bytes_per_pp_rank", self.delta_bytes_per_pp_rank),
-                ("in_flight", self.in_flight),
-            )
-            if value < 0
-        ]
-        if not 0 <= self.fraction <= 1:
-            errors.append(f"fraction must be 0 to 1, got {self.fraction}")
-        if errors:
-            raise ValueError("offloading by hand: " + "; ".join(errors))
 
 
 def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Moves:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from packgraph.ops import grouped_gemm as grouped
 from packgraph.ops.kernels import save_inputs
+from packgraph.ops.names import NATIVE
 from packgraph.torch_internals import has_module_hooks
 
 Kind = TypeVar("Kind", bound=nn.Module)
-NATIVE = "bf16"  # in the dtype of the operands, whatever it is
 
 
 class LinearProduct(ABC):

@@ -38,7 +38,7 @@ have the same, and layers alternate within it.
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,11 @@ from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import gradient_dtype, local_tensor
 from packgraph.parallel.deferred import values_of
+from packgraph.parallel.layout import Shard
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.peer_copies import PeerParts, Peers
 from packgraph.parallel.pieces import Pieces, part_of
 
-Shard = Literal["none", "gradients", "parameters"]
-SHARDS: tuple[Shard, ...] = ("none", "gradients", "parameters")  # each takes less than the last
 # Large enough for full bandwidth, small enough that most of a model overlaps with the backward.
 SPAN_BYTES = 32 * 2**20
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like

@@ -54,7 +54,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from packgraph.graphs.agreement import EAGER, Consensus, alone, verdict
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.step import Agreement, Standing, own
-from packgraph.parallel.mesh import Layout, Mesh, make_mesh, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh, make_mesh, single_process
 
 Result = TypeVar("Result")
 TIMEOUT = datetime.timedelta(minutes=10)

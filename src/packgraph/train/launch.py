@@ -36,8 +36,8 @@ from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
-from packgraph.parallel.flat_buffers import SHARDS
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
+from packgraph.parallel.layout import SHARDS
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import (
     Launch,

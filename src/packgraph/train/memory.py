@@ -80,7 +80,8 @@ from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, MXFP8, is_float8
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.capacity import Capacity, in_short
 from packgraph.parallel.flat_buffers import ALIGNMENT, take_turns
-from packgraph.parallel.mesh import Layout, Mesh
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.reading import one_problem
 from packgraph.train.config.sections import ITEMSIZE, TrainConfig
 from packgraph.train.features.context import stage_tokens

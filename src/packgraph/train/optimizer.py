@@ -30,7 +30,8 @@ from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.parameters import local_tensor, set_gradient_dtype
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
+from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
+from packgraph.parallel.layout import Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups

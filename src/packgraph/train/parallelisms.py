@@ -16,7 +16,8 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.deferred import on_meta
 from packgraph.parallel.expert import split_experts
-from packgraph.parallel.mesh import Layout, Mesh, Parallelism
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import Mesh, Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
 from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig

@@ -43,8 +43,7 @@ from packgraph.models.branches import token_weights
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.flat_buffers import SHARDS, Shard
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import SHARDS, Layout, Shard
 from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option
 from packgraph.train.config.sections import (
     ITEMSIZE,

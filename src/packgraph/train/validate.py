@@ -13,7 +13,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.ops.float8.linear import float8_layers, float8_problems, is_float8, size_problem
-from packgraph.ops.linear import NATIVE
+from packgraph.ops.names import NATIVE
 from packgraph.parallel.tensor import parts_of_layer
 from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import AUTO, TrainConfig

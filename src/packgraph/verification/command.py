@@ -23,7 +23,7 @@ from rich.table import Table
 
 from packgraph.models.foreign import naming, read_object
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.reading import ConfigError, one_problem, render
 from packgraph.train.config.sections import TrainConfig

@@ -33,8 +33,8 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.flat_buffers import Shard
-from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
+from packgraph.parallel.layout import Layout, Shard, context_sizes
+from packgraph.parallel.mesh import make_mesh
 from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,

@@ -35,7 +35,8 @@ from packgraph.bench.comparison import (
 from packgraph.bench.rows import Rows, facts, figures, why
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.layout import Layout
+from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pipeline.links import make_links
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from packgraph.graphs.copy_streams import DeviceMemory
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading import runtime
-from packgraph.offloading.plan import KEPT, CopySpeed
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadKnobs
 from packgraph.offloading.runtime import OffloadRuntime
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.search import plan_by_knobs
 from packgraph.offloading.timing import Headroom
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from offloadtraces import compiled_trace, decoder_trace, make_trace, small_traces, speeds
 
 from packgraph.graphs.stages import Run, Stage, cut_runs
-from packgraph.offloading.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadKnobs, OffloadTrace, plan_errors
 from packgraph.offloading.rules import MODULES, why_not
-from packgraph.offloading.search import OffloadKnobs, knob_moves, plan_by_knobs
+from packgraph.offloading.search import knob_moves, plan_by_knobs
 from packgraph.offloading.simulate import simulate_offload
 
 TEN = make_trace([10, 10, 10, 1, 10, 10, 10, 10, 10, 10], [10.0] * 10)

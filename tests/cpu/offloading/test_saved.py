@@ -14,9 +14,9 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.api import attach
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.marks import offload_block
-from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.plan import CopySpeed, OffloadKnobs
 from packgraph.offloading.runtime import OffloadRuntime
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.search import plan_by_knobs
 
 NAMES = ("core_attn", "mlp_act")
 

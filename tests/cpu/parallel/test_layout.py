@@ -1,6 +1,6 @@
 """How ranks are laid out, in words."""
 
-from packgraph.parallel.mesh import Axis, Layout
+from packgraph.parallel.layout import Axis, Layout
 
 
 def test_a_layout_names_the_axes_that_have_several_ranks() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from trainkit import tiny
 
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.validate import validate
 

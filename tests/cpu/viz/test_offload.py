@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.search import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadKnobs, OffloadPlan, OffloadTrace
+from packgraph.offloading.search import plan_by_knobs
 from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.viz.offload import (
     COMPUTE,

@@ -39,7 +39,6 @@ from packgraph.integrations.transformers.mixers import (
 )
 from packgraph.offloading.marks import offload_block
 from packgraph.ops.float8.linear import LAYERS, float8_layers, float8_problems, multiply_by
-from packgraph.ops.linear import NATIVE
 from packgraph.ops.log_probabilities import (
     Output,
     check_output,
@@ -47,6 +46,7 @@ from packgraph.ops.log_probabilities import (
     naive_log_probabilities,
 )
 from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token_count
+from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
 
 OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`

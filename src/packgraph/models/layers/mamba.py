@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from packgraph.mamba.conv import packed_causal_conv
 from packgraph.mamba.gated_norm import gated_rms_norm
-from packgraph.mamba.heads import ScanShape, own_channels, own_heads, whole_scan_rows
+from packgraph.mamba.heads import own_channels, own_heads, whole_scan_rows
+from packgraph.mamba.shape import ScanShape
 from packgraph.mamba.ssd import ssd
 from packgraph.models.config import DecoderConfig
 from packgraph.offloading.marks import Mark, offload_block

@@ -37,7 +37,8 @@ from packgraph.ops.float8.cast import (
     rows_to_float8,
     swizzled,
 )
-from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_plain
+from packgraph.ops.linear import PRODUCTS, NativeProduct, autocast, is_plain
+from packgraph.ops.names import NATIVE
 from packgraph.torch_internals import scaled_grouped_mm, scaled_mm
 
 FLOAT8 = "fp8"

@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from packgraph.graphs.memory.budget import budget_bytes
-from packgraph.models.decoder import DecoderConfig
-from packgraph.offloading.search import OffloadKnobs
+from packgraph.models.config import DecoderConfig
+from packgraph.offloading.plan import OffloadKnobs
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.flat_buffers import Shard
-from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.parallel.layout import Layout, Shard, context_sizes
 from packgraph.train.config.reading import path_problem, shown, true_of
-from packgraph.train.metrics import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
+TRACKERS = ("tensorboard", "wandb", "mlflow")  # as `train/metrics.py` makes them
 AUTO, NONE = "auto", "none"
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number, by run.dtype and the like
 

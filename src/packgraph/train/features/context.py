@@ -58,7 +58,8 @@ from packgraph.parallel.context.request import (
     fit,
 )
 from packgraph.parallel.context.rows import context_choice
-from packgraph.parallel.mesh import Mesh, context_sizes
+from packgraph.parallel.layout import context_sizes
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig

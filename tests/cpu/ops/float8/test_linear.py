@@ -23,7 +23,8 @@ from packgraph.ops.float8.linear import (
     float8_linear,
     multiply_by,
 )
-from packgraph.ops.linear import NATIVE, linear_layer, merged, product
+from packgraph.ops.linear import linear_layer, merged, product
+from packgraph.ops.names import NATIVE
 from packgraph.packing.pack import pack
 from packgraph.verification.matrix import (
     CAPACITIES,

@@ -15,7 +15,8 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.ops.float8 import linear
 from packgraph.ops.float8.cast import CODES, blocks_to_float8, from_float8, swizzled
 from packgraph.ops.float8.linear import FLOAT8, MXFP8, Mxfp8Linear, float8_problems, multiply_by
-from packgraph.ops.linear import NATIVE, linear_layer, merged, product
+from packgraph.ops.linear import linear_layer, merged, product
+from packgraph.ops.names import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.config.sections import ParallelConfig

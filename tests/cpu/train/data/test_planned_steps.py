@@ -15,7 +15,7 @@ from trainkit import tiny
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
-from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.parallel.layout import Layout, context_sizes
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
 from packgraph.train.features.context import context_request, rank_tokens, with_context_buckets

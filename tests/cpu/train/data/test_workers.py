@@ -23,7 +23,7 @@ from workerkit import Faulty, Mixture, Texts, write_mixed
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
-from packgraph.parallel.mesh import context_sizes
+from packgraph.parallel.layout import context_sizes
 from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import (
     DataConfig,
