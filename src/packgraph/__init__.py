@@ -94,10 +94,21 @@ _HOMES = {
 }
 
 
+NO_TORCH = (
+    "PyTorch is not installed; see https://pytorch.org/get-started/locally for the command that "
+    "fits this machine"
+)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'packgraph' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"packgraph.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"packgraph.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"packgraph.{name}: {NO_TORCH}") from None
     globals()[name] = value
     return value
 

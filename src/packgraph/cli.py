@@ -13,12 +13,16 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import packgraph
+from packgraph.graphs.errors import CaptureError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.config.commands import USAGE
-from packgraph.train.config.reading import printable, shown, text_problem
+from packgraph.train.config.reading import ConfigError, printable, shown, text_problem
+from packgraph.train.run_files import RunFileError
 
 USER_ERROR = 2
 FAILED = 1
@@ -26,6 +30,10 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 MOST_PROBLEMS = 8
 LONGEST_WORD = 4000  # characters of an argument
+MISSING = {
+    "torch": packgraph.NO_TORCH,
+    "fcntl": "this system has no POSIX locks of files; on Windows, install packgraph in WSL",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         if words and words[0] in COMMANDS:
-            code = _run(COMMANDS[words[0]].run, words[1:])
+            code = _run(words[0], words[1:])
         else:
             code = _top_level(words)
         sys.stdout.flush()
@@ -82,7 +90,7 @@ def _top_level(words: list[str]) -> int:
     """Help, the version, or what is wrong with the name of a command."""
     word = words[0] if words else "--help"
     if word in ("-h", "--help"):
-        lines = (f"  {one.usage:16} {one.summary}" for one in COMMANDS.values())
+        lines = (f"  {usage:16} {summary}" for usage, summary in COMMANDS.values())
         print(USAGE.format(commands="\n".join(lines)))
         return 0
     if word == "--version":
@@ -97,29 +105,43 @@ def _top_level(words: list[str]) -> int:
     return USER_ERROR
 
 
-def _run(place: str, words: list[str]) -> int:
-    """Run the command at `place` (module:function); turn what a user can cause into one block of
-    text and an exit code."""
-    module, _, name = place.partition(":")
-    with _long_imports():
-        command = getattr(importlib.import_module(module), name)
+def _run(name: str, words: list[str]) -> int:
+    """Run a command; turn what a user can cause into one block of text and an exit code."""
     try:
         _check_words(words)
-        return int(command(words))
-    except tuple(_user_errors()) as error:
-        return _explain(error)
+        found = _imported(f"{READERS}:read_{name}")(words)
+    except (ConfigError, OSError) as error:
+        return _explain(error, "error", USER_ERROR)
+    if isinstance(found, int):  # all is said
+        return found
+    for package, told in MISSING.items():
+        if find_spec(package) is None:
+            print(f"packgraph: error: {told}", file=sys.stderr)
+            return USER_ERROR
+    run = _imported(found.place)
+    kinds = _user_errors()
+    try:
+        return int(run(*found.arguments))
+    except tuple(kinds) as error:
+        return _explain(error, *next(how for kind, how in kinds.items() if isinstance(error, kind)))
+
+
+def _imported(place: str) -> Callable[..., Any]:
+    """The function at `place`, module:name."""
+    module, _, name = place.partition(":")
+    with _long_imports():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _user_errors() -> dict[type[Exception], tuple[str, int]]:
-    """Errors that commands raise for their users: how each is called, and the exit code."""
-    from packgraph.graphs.errors import CaptureError
+    """Errors that commands raise for their users: how each is called, and the exit code. They are
+    imported once what raises them is."""
     from packgraph.models.hf import WeightsError
     from packgraph.parallel.heartbeat import LOST, LostRankError
     from packgraph.parallel.ranks import LaunchError, LostPartnersError
-    from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.config.reading import ConfigError
     from packgraph.train.data import DataError
-    from packgraph.train.run_files import RunFileError
     from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     wrong = ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError
@@ -128,9 +150,8 @@ def _user_errors() -> dict[type[Exception], tuple[str, int]]:
     return found | {LostPartnersError: ("error", FAILED), LostRankError: ("error", LOST)}
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, what: str, code: int) -> int:
     """Say what went wrong; returns the exit code."""
-    what, code = next(how for kind, how in _user_errors().items() if isinstance(error, kind))
     text = str(error)
     if isinstance(error, OSError):  # of a file that nobody has expected to fail
         if error.filename is None or isinstance(error, BrokenPipeError):
@@ -144,8 +165,6 @@ def _explain(error: Exception) -> int:
 
 def _check_words(words: list[str]) -> None:
     """Raise ConfigError for an argument that is no text, or longer than any value."""
-    from packgraph.train.config.reading import ConfigError
-
     problems = []
     for number, word in enumerate(words, start=1):
         problem = text_problem(word)
@@ -161,48 +180,30 @@ def _check_words(words: list[str]) -> None:
         raise ConfigError(problems[:MOST_PROBLEMS])
 
 
-class Command(NamedTuple):
-    """One command: the module and function that run it, and its line in the help of all."""
-
-    run: str
-    usage: str
-    summary: str
-
-
-OWN = "packgraph.commands"
-COMMANDS: Mapping[str, Command] = {
-    "train": Command(
-        f"{OWN}:train", "train PRESET", "train a model, for example: packgraph train qwen3-tiny"
-    ),
-    "try": Command(
-        f"{OWN}:try_out", "try PRESET", "is it faster for me: eager, compiled, graphs, by turns"
-    ),
-    "verify": Command(
-        f"{OWN}:verify",
+READERS = "packgraph.commands"  # has a function read_NAME for each
+# Usage and summary of each.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "train": ("train PRESET", "train a model, for example: packgraph train qwen3-tiny"),
+    "try": ("try PRESET", "is it faster for me: eager, compiled, graphs, by turns"),
+    "verify": (
         "verify [PRESET]",
         "check that graph and eager training agree bit by bit",
     ),
-    "plan": Command(
-        f"{OWN}:plan",
+    "plan": (
         "plan [DATA]",
         "draw a pipeline schedule, or choose buckets for the lengths of DATA",
     ),
-    "data": Command(
-        "packgraph.train.data.shard_build:data_command",
+    "data": (
         "data build|check",
         "tokenize documents once into memory-mapped shards",
     ),
-    "export": Command(
-        f"{OWN}:export",
+    "export": (
         "export RUN DIR",
         "write a run's newest checkpoint as Hugging Face weights",
     ),
-    "chat": Command(
-        "packgraph.train.export:chat_command", "chat RUN", "try what a run has trained"
-    ),
-    "presets": Command(f"{OWN}:presets", "presets", "list the presets"),
-    "completion": Command(
-        f"{OWN}:completion",
+    "chat": ("chat RUN", "try what a run has trained"),
+    "presets": ("presets", "list the presets"),
+    "completion": (
         "completion SHELL",
         "print a completion script for bash, zsh or fish",
     ),

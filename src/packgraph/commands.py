@@ -1,27 +1,24 @@
-"""Commands of `packgraph` that have no module of their own: train, verify, plan, export, presets,
-completion.
+"""Reads the words of a command: prints help, refuses mistakes, or says what is to run.
 
-`cli.py` has the table of all, and imports this module once one of these is named. Each takes the
-words behind its name, returns the exit code, and raises what `cli.py` explains.
+Nothing here imports torch, so help and mistakes are answered at once; what runs, does
+(`Call`). `cli.py` has the table of commands, and imports this module once one of them is named. A
+function takes the words behind the name, and returns a `Call`, or the exit code where all is said.
+It raises ConfigError.
 """
 
 import dataclasses
+import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from packgraph.bench.trial import try_config
 from packgraph.parallel.pipeline.schedule import (
     legal_microbatches,
     make_schedule,
     slot_counts,
     to_csv,
 )
-from packgraph.parallel.ranks import Launch
-from packgraph.train import launch
-from packgraph.train.build import shape_layer
 from packgraph.train.config.command_line import (
     COMMON,
     all_options,
@@ -31,19 +28,31 @@ from packgraph.train.config.command_line import (
     parse_arguments,
 )
 from packgraph.train.config.commands import (
+    CHAT_USAGE,
     COMPLETION_USAGE,
+    DATA_USAGE,
     EXPORT_USAGE,
-    PLAN_USAGE,
     TRAIN_END,
     TRAIN_USAGE,
     TRY_USAGE,
     VERIFY_USAGE,
+    ChatArguments,
     CompletionArguments,
+    DataArguments,
     ExportArguments,
-    ScheduleArguments,
     TrainArguments,
     TryArguments,
     VerifyArguments,
+)
+from packgraph.train.config.planning import (
+    PLAN_DATA_USAGE,
+    PLAN_MEMORY_USAGE,
+    PLAN_USAGE,
+    PlanArguments,
+    PlanMemoryArguments,
+    ScheduleArguments,
+    data_layers,
+    is_data_plan,
 )
 from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
 from packgraph.train.config.reading import (
@@ -51,23 +60,9 @@ from packgraph.train.config.reading import (
     ConfigError,
     ConfigLayer,
     nearest,
-    read_config,
 )
-from packgraph.train.data.shard_build import DataArguments
-from packgraph.train.export import ChatArguments
-from packgraph.train.export import export as export_run
-from packgraph.train.features.live import live_layer
-from packgraph.train.plan import (
-    PLAN_DATA_USAGE,
-    PlanArguments,
-    data_layers,
-    is_data_plan,
-    plan_data,
-    plan_data_context,
-)
-from packgraph.train.plan_memory import USAGE, PlanMemoryArguments, plan_memory_choices
-from packgraph.train.run_folder import config_layer, run_of
-from packgraph.verification.command import verify_command, verify_hf_config
+from packgraph.train.config.request import RunRequest, missing_files
+from packgraph.train.config.stored import config_layer, run_of
 from packgraph.viz.schedule import (
     draw_svg,
     draw_text,
@@ -78,6 +73,13 @@ from packgraph.viz.schedule import (
 )
 
 MOST_ACTIONS = 100_000  # of a schedule that is drawn
+
+
+class Call(NamedTuple):
+    """What runs once the words are read: a function, as module:name, and its arguments."""
+
+    place: str
+    arguments: tuple[Any, ...]
 
 
 def _read(command: str, words: list[str], own: Any) -> Any:
@@ -104,9 +106,8 @@ def _read(command: str, words: list[str], own: Any) -> Any:
     return read._replace(overrides=overrides)
 
 
-def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> Any:
-    """The configuration that words describe; None without a preset where help or nothing of it is
-    asked for.
+def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> RunRequest | None:
+    """The run that words describe; None without a preset where help or nothing of it is asked for.
 
     more: layers between the file and the options. Raises ConfigError.
     """
@@ -138,21 +139,13 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     told = isinstance(own, TryArguments) and (own.config or "data.path" in options.values)
     if (isinstance(own, TrainArguments) or told) and not own.help:
         layers = [*data_layer(name, [*layers, *last]), *layers]
-    config = read_config(base, [*layers, *last])
-    init_from = config.run.init_from
-    if init_from is not None and not (
-        config.run.resume and not Path(init_from).expanduser().exists()
-    ):
-        layers.insert(0, shape_layer(init_from))
-        config = read_config(base, [*layers, *last])
-    if config.hf.path is not None:
-        layers.insert(0, live_layer(config.hf.path))
-        config = read_config(base, [*layers, *last])
-    if config.run.resume and own.config is not None:
+    asked = RunRequest(name, base, (*layers, *last))
+    if own.config is not None and asked.read()[0].run.resume:
         # The run that goes on is the one the file lies in, wherever that folder is now.
         layers.append(ConfigLayer(str(own.config), run_of(own.config)))
-        config = read_config(base, [*layers, *last])
-    return dataclasses.replace(config, preset=name)
+    asked = dataclasses.replace(asked, layers=(*layers, *last))
+    asked.read()
+    return asked
 
 
 def _help(usage: str, own: Any) -> int:
@@ -171,68 +164,60 @@ def _train_help(base: Any, every: bool) -> str:
     return f"{text}{options_help(base, COMMON)}\n\n{end}"
 
 
-def train(words: list[str]) -> int:
+def read_train(words: list[str]) -> int | Call:
     """Trains a model, or explains how."""
     read = _read("train", words, TrainArguments())
-    config = _configure(read, read.own.preset)
+    asked = _configure(read, read.own.preset)
     if read.own.help:
-        print(_train_help(config or next(iter(PRESETS.values()))(), read.own.help == "all"))
+        base = next(iter(PRESETS.values()))() if asked is None else asked.read()[0]
+        print(_train_help(base, read.own.help == "all"))
         return 0
-    if config is None:
+    if asked is None:
         raise ConfigError(
             [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
         )
-    folder, summary = launch.train(config, frozenset(read.overrides.values))
-    processes = Launch.read()
-    if processes.rank == 0:
-        lines = launch.closing_lines(config, folder, summary, processes)
-        print(*lines, sep="\n", file=sys.stderr)
-    return int(summary.get("exit_code", 0))
+    world = os.environ.get("WORLD_SIZE", "1")  # what is no number is told when processes meet
+    asked.check(int(world) if world.isdecimal() and len(world) < 7 else 1)
+    return Call("packgraph.train.launch:run_train", (asked, frozenset(read.overrides.values)))
 
 
-def try_out(words: list[str]) -> int:
+def read_try(words: list[str]) -> int | Call:
     """Times eager, compiled and graph runs of a preset or a model of transformers."""
     read = _read("try", words, TryArguments())
-    config = _configure(read, read.own.preset)
+    asked = _configure(read, read.own.preset)
     if read.own.help:
         return _help(TRY_USAGE, TryArguments())
-    if config is None:
+    if asked is None:
         raise ConfigError(["which preset? For example: packgraph try qwen3-tiny"])
     if read.own.seconds <= 0:
         raise ConfigError([f"--seconds must be positive, got {read.own.seconds:g}"])
+    asked.check(1)
     given = shlex.join(word for word in words if not word.startswith("--seconds"))
-    found = try_config(config, read.own.seconds, given)
-    print(found)
-    return 0 if any(row["reason"] is None for row in found.rows.values()) else 1
+    return Call("packgraph.bench.trial:run_try", (asked, read.own.seconds, given))
 
 
-def verify(words: list[str]) -> int:
+def read_verify(words: list[str]) -> int | Call:
     """Compares eager training with graphs, of a preset, of the small models or of a config.json."""
     read = _read("verify", words, VerifyArguments())
     own = read.own
-    config = _configure(read, own.preset)
+    asked = _configure(read, own.preset)
     if own.help:
         return _help(VERIFY_USAGE, VerifyArguments())
     if own.hf_config is None:
-        if own.layers is not None:
-            raise ConfigError(["--layers is an option of --hf-config"])
-        good = verify_command(
-            config, own.steps, one_process=not own.skip_one_process, apart=own.apart
-        )
-        return 0 if good else 1
-    problems = ["--hf-config and a preset exclude each other"] if config is not None else []
+        problems = [] if own.layers is None else ["--layers is an option of --hf-config"]
+        if problems := problems + ([] if asked is None else missing_files(asked.read()[0])):
+            raise ConfigError(problems)
+        return Call("packgraph.verification.command:run_verify", (asked, own))
+    problems = ["--hf-config and a preset exclude each other"] if asked is not None else []
     problems += ["--apart is for presets, not for --hf-config"] if own.apart else []
     for name, count in (("--steps", own.steps), ("--layers", own.layers)):
         problems += [f"{name} must be at least 1"] if count is not None and count < 1 else []
     if problems:
         raise ConfigError(problems)
-    device = launch.choose_device("auto")
-    found = verify_hf_config(own.hf_config, device, steps=own.steps, layers=own.layers)
-    print(found)
-    return 0 if found else 1
+    return Call("packgraph.verification.command:run_verify_hf", (own,))
 
 
-def _plan_data(words: list[str]) -> int:
+def _plan_data(words: list[str]) -> int | Call:
     read = _read("plan", words, PlanArguments())
     own = read.own
     if own.data in PRESETS and own.preset is None:  # DATA may be left out
@@ -246,27 +231,26 @@ def _plan_data(words: list[str]) -> int:
         problems.append("--world: whose documents? For example: packgraph plan stdlib --world 8")
     if problems:
         raise ConfigError([*read.overrides.problems, *problems])
-    config = _configure(read, preset, data_layers(own.data))
-    if config is None:
+    asked = _configure(read, preset, data_layers(own.data))
+    if asked is None:
         return _help(PLAN_DATA_USAGE, PlanArguments())
-    text = plan_data(config, own) if own.world is None else plan_data_context(config, own)
-    print(text, end="")
-    return 0
+    if problems := missing_files(asked.read()[0]):
+        raise ConfigError(problems)
+    return Call("packgraph.train.plan:run_plan", (asked, own))
 
 
-def _plan_memory(words: list[str]) -> int:
+def _plan_memory(words: list[str]) -> int | Call:
     read = _read("plan memory", words, PlanMemoryArguments())
     own = read.own
     if own.help:
-        return _help(USAGE, PlanMemoryArguments())
+        return _help(PLAN_MEMORY_USAGE, PlanMemoryArguments())
     if problems := own.problems(read.given):
         raise ConfigError([*read.overrides.problems, *problems])
     preset = own.preset or (next(iter(PRESETS)) if own.config is None else None)
-    print(plan_memory_choices(_configure(read, preset), own), end="")
-    return 0
+    return Call("packgraph.train.plan_memory:run_plan_memory", (_configure(read, preset), own))
 
 
-def plan(words: list[str]) -> int:
+def read_plan(words: list[str]) -> int | Call:
     """Draws a schedule, or plans buckets, rows over ranks or memory."""
     if words[:1] == ["memory"]:
         return _plan_memory(words[1:])
@@ -306,17 +290,39 @@ def _plan_schedule(words: list[str]) -> int:
     return 0
 
 
-def export(words: list[str]) -> int:
+def read_data(words: list[str]) -> int | Call:
+    """Tokenizes documents into shards, or checks these."""
+    parsed = parse_arguments(words, DataArguments())
+    asked = parsed.own
+    if asked.help:
+        return _help(DATA_USAGE, DataArguments())
+    if asked.action == "check":
+        if foreign := sorted(parsed.given - {"action", "folder"}):
+            raise ConfigError([f"--{name.replace('_', '-')}: goes with build" for name in foreign])
+        return Call("packgraph.train.data.shard_build:run_check", (asked.folder,))
+    config = asked.config(names_source="source" in parsed.given)
+    return Call("packgraph.train.data.shard_build:run_build", (config, asked))
+
+
+def read_export(words: list[str]) -> int | Call:
     """Writes a run's checkpoint as Hugging Face weights."""
     asked = parse_arguments(words, ExportArguments()).own
     if asked.help:
         return _help(EXPORT_USAGE, ExportArguments())
-    checkpoint = export_run(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
-    print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
-    return 0
+    return Call("packgraph.train.export:run_export", (asked,))
 
 
-def presets(words: list[str]) -> int:
+def read_chat(words: list[str]) -> int | Call:
+    """Tries what a run has trained."""
+    asked = parse_arguments(words, ChatArguments()).own
+    if asked.help:
+        return _help(CHAT_USAGE, ChatArguments())
+    if asked.tokens < 1:
+        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+    return Call("packgraph.train.export:run_chat", (asked,))
+
+
+def read_presets(words: list[str]) -> int:
     """Lists the presets."""
     if words and words[0] not in ("-h", "--help"):
         raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
@@ -325,7 +331,7 @@ def presets(words: list[str]) -> int:
     return 0
 
 
-def completion(words: list[str]) -> int:
+def read_completion(words: list[str]) -> int:
     """Prints a completion script."""
     asked = parse_arguments(words, CompletionArguments()).own
     if asked.help:

@@ -4,6 +4,7 @@ few public names."""
 import ast
 import functools
 import io
+import sys
 import tokenize
 from pathlib import Path
 
@@ -174,6 +175,43 @@ def test_imports_run_downward():
             if RANKS[other] >= RANKS[room]:
                 upward.append(f"{place(path, node)}: {room} imports {other}")
     assert not upward
+
+
+def imports_at_once(path: Path) -> set[str]:
+    """Dotted names that a module imports as it is imported itself."""
+    found, waiting = set[str](), [parse(path)]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found.update(name for _, name in imported_names(ast.Module([node], [])))
+            elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not (
+                isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            ):
+                waiting.append(node)
+    return found
+
+
+def test_words_are_read_without_torch():
+    """Help and mistakes are answered at once: what reads the words of a command imports nothing but
+    Python and modules like it."""
+    modules = {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
+        for path in SOURCE.rglob("*.py")
+    }
+    waiting, importer = ["packgraph.cli", "packgraph.commands"], dict[str, str]()
+    while waiting:
+        module = waiting.pop()
+        for name in imports_at_once(modules[module]):
+            parts = name.split(".")
+            assert parts[0] in {*sys.stdlib_module_names, "packgraph"}, (
+                f"{module}, imported by {importer.get(module)}, imports {name}"
+            )
+            packages = (".".join([*parts[:end], "__init__"]) for end in range(1, len(parts)))
+            for home in (name, ".".join(parts[:-1]), *packages):
+                if home in modules and home not in importer:
+                    importer[home] = module
+                    waiting.append(home)
+    assert "packgraph.train.config.sections" in importer
 
 
 def test_graphs_know_their_backends_in_one_place():

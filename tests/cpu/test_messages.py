@@ -1,38 +1,7 @@
 """What people read when they have mistyped something, or ask for what can have no effect."""
 
-import pytest
-
 from packgraph.cli import main
 from packgraph.graphs.fallback import Stats
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["train", "qwen3-tinny"],
-            "unknown preset 'qwen3-tinny', did you mean qwen3-tiny? Known: ",
-        ),
-        (["train", "foo"], "unknown preset 'foo'. Known: "),
-        (["train", "qwen3-tiny", "--graph.capacities", "foo"], "expected "),
-        (["plan", "stdlib", "--btch", "4"], "--btch: unknown key, did you mean --batch?"),
-        (
-            ["train", "qwen3-tiny", "--parallel.dispatcher", "padded"],
-            "parallel.dispatcher = padded is how tokens get to experts, but model.experts.count is "
-            "0",
-        ),
-        (
-            ["train", "qwen3-tiny", "--parallel.expert-stash", "1.1"],
-            "parallel.expert_stash = 1.1 is what experts keep, but model.experts.count is 0",
-        ),
-    ],
-)
-def test_a_mistake_is_answered_with_what_was_meant(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(words) != 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert said in told and "Traceback" not in told and "invalid literal" not in told
-    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_dropped_is_not_counted():

@@ -13,7 +13,7 @@ from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint import writer as checkpoint
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import latest_checkpoint, load_state
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_folder import CHECKPOINTS

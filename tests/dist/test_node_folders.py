@@ -15,7 +15,8 @@ from packgraph.parallel.heartbeat import LOST
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train import node_folders
-from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries
+from packgraph.train.checkpoint.reader import tensor_entries
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import (
     latest_checkpoint,
     load_state,

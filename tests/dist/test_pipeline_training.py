@@ -15,7 +15,8 @@ from trainkit import CAPACITIES, PacksOfOneCapacity, finished, held_tensors, tin
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
-from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
+from packgraph.train.checkpoint.reader import read_metadata_file
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest

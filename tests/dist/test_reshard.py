@@ -22,7 +22,7 @@ from trainkit import RandomPacks, tiny, trainer
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import Pieces, rectangles
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.run_folder import check_same_run

@@ -20,7 +20,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.parallel.layout import Layout
 from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint import writer as checkpoint
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import (
     load_tensors,
     newest_whole_checkpoint,

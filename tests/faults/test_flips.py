@@ -12,12 +12,13 @@ import pytest
 import torch
 from trainkit import tiny, trainer
 
-from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries
+from packgraph.train.checkpoint.reader import tensor_entries
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import load_tensors, newest_whole_checkpoint
 from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.stored import stored_config
 from packgraph.train.metrics import METRICS
-from packgraph.train.run_files import read_json
-from packgraph.train.run_folder import CHECKPOINTS, SUMMARY, stored_config
+from packgraph.train.run_files import CHECKPOINTS, SUMMARY, read_json
 from packgraph.train.signals import StopRequest
 
 FLIPS = int(os.environ.get("PACKGRAPH_FLIPS", "600"))

@@ -15,8 +15,7 @@ import torch
 from parallelkit import Run, steps_of_packs
 from shard_ways import without_peers
 
-from packgraph.models.config import PRODUCTS
-from packgraph.ops.names import NATIVE
+from packgraph.ops.names import NATIVE, PRECISIONS
 from packgraph.ops.symmetric_memory import symmetric_bytes
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import Layout
@@ -81,7 +80,7 @@ def main():
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
-    parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
+    parser.add_argument("--precision", choices=PRECISIONS, default=NATIVE)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     launch = Launch.read()

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.models.config import PRODUCTS, ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig
-from packgraph.ops.names import NATIVE
+from packgraph.ops.names import NATIVE, PRECISIONS
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces
@@ -210,7 +210,7 @@ def main():
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--optimizer", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
+    parser.add_argument("--precision", choices=PRECISIONS, default=NATIVE)
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
     parser.add_argument("--stash", type=float, default=0.0, help="parallel.expert_stash")

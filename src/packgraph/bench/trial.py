@@ -32,9 +32,9 @@ from packgraph.bench.rows import Row, Rows, gibibytes
 from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.ranks import Launch
-from packgraph.train.build import build_model
+from packgraph.train.build import build_model, with_shape
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.request import RunRequest
 from packgraph.train.features.live import running
 from packgraph.train.launch import choose_device, prepare
 from packgraph.verification.module import Loss, sum_of_outputs, tensors_of
@@ -176,13 +176,16 @@ def try_module(
     )
 
 
-def try_config(config: TrainConfig, seconds: float, given: str) -> Trial:
-    """Times the model and the documents of a run, on its device.
+def run_try(asked: RunRequest, seconds: float, given: str) -> int:
+    """Times the model and the documents of a run, on its device, and prints the report.
 
     Args:
-        config: Of the run.
+        asked: The run.
         seconds: As in `try_module`.
         given: The run's words behind `packgraph train`, for the lines to change.
+
+    Returns:
+        The exit code: 1 where nothing could be measured.
 
     Raises:
         ConfigError: Where the run cannot be made, or asks for several processes.
@@ -191,7 +194,8 @@ def try_config(config: TrainConfig, seconds: float, given: str) -> Trial:
     launch = Launch.read()
     if launch.world > 1:
         raise ConfigError([f"packgraph try times one process, not {launch.world}"])
-    device = choose_device(config.run.device)
+    device = choose_device(asked.read()[0].run.device)
+    config, notes = with_shape(asked, device.type)
     prepared = prepare(config, device)
     config, packs = prepared.config, prepared.microbatches
     with running(config.hf.path):
@@ -214,15 +218,15 @@ def try_config(config: TrainConfig, seconds: float, given: str) -> Trial:
     name = config.hf.path or config.preset
     title = f"{name}: forward and backward of {len(batches)} rows, {documents} documents of "
     title += f"{real / documents:,.0f} tokens in the mean, padding {1 - real / places:.1%}"
-    return replace(
-        found,
-        title=title,
-        change={
-            GRAPH: f"packgraph train {given}",
-            BOTH: f"packgraph train {given} --graph.compile true",
-            COMPILE: "model = torch.compile(model)  # in a loop of your own",
-        },
+    change = {
+        GRAPH: f"packgraph train {given}",
+        BOTH: f"packgraph train {given} --graph.compile true",
+        COMPILE: "model = torch.compile(model)  # in a loop of your own",
+    }
+    print(
+        *(f"note: {note}" for note in notes), replace(found, title=title, change=change), sep="\n"
     )
+    return 0 if any(row["reason"] is None for row in found.rows.values()) else 1
 
 
 class _Way:

@@ -30,9 +30,10 @@ from packgraph.parallel.ranks import PATIENCE, replica_consensus, stage_consensu
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
 from packgraph.train.config.reading import ConfigLayer
+from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
-from packgraph.train.features.live import build_live
+from packgraph.train.features.live import build_live, live_layer
 from packgraph.train.features.lora import add_adapters
 from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
@@ -187,6 +188,22 @@ def _build(
 def _reads_weights(config: TrainConfig) -> bool:
     """Tells whether a run starts from weights; else a checkpoint has them all."""
     return not config.run.resume or config.lora.enabled
+
+
+def with_shape(asked: RunRequest, device_type: str = "cpu") -> tuple[TrainConfig, list[str]]:
+    """The configuration of a run with the shape of the model whose files it begins from, and notes
+    on defaults that gave way. Raises ConfigError and WeightsError."""
+    config, notes = asked.read(device_type=device_type)
+    layers, init_from = list[ConfigLayer](), config.run.init_from
+    if init_from is not None and not (
+        config.run.resume and not Path(init_from).expanduser().exists()
+    ):
+        layers.insert(0, shape_layer(init_from))
+        config, notes = asked.read(*layers, device_type=device_type)
+    if config.hf.path is not None:
+        layers.insert(0, live_layer(config.hf.path))
+        config, notes = asked.read(*layers, device_type=device_type)
+    return config, notes
 
 
 def shape_layer(path: str) -> ConfigLayer:

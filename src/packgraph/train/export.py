@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,23 @@ from packgraph.models.foreign import read_object
 from packgraph.models.hf import CONFIG as CONFIG_FILE
 from packgraph.models.hf import INDEX, WEIGHTS, WeightsError, save_pretrained
 from packgraph.train.build import build_model
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import (
     best_checkpoint,
     latest_checkpoint,
     load_state,
     load_tensors,
 )
-from packgraph.train.config.command_line import options_help, parse_arguments
+from packgraph.train.config.commands import ChatArguments, ExportArguments
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import (
-    CommandArguments,
     ConfigError,
-    option,
     path_problem,
     read_config,
     shown,
 )
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
+from packgraph.train.config.stored import stored_config
 from packgraph.train.data import MissingPackageError, Tokenizer, build_tokenizer
 from packgraph.train.data.source import Message
 from packgraph.train.features.live import transformers_module
@@ -60,8 +59,7 @@ from packgraph.train.features.lora import (
     needs_merged,
     save_adapter,
 )
-from packgraph.train.run_files import WRITING, sync_file, sync_folder, writing
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, stored_config
+from packgraph.train.run_files import CHECKPOINTS, CONFIG, WRITING, sync_file, sync_folder, writing
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -71,12 +69,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 GENERATION = "generation_config.json"
-CHAT_USAGE = """\
-usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N]
-
-Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
-transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
-turn of one chat."""
 
 
 def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False) -> Path:
@@ -239,19 +231,6 @@ def _special_ids(source: Path) -> dict[str, int]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatArguments(CommandArguments):
-    """Arguments of `packgraph chat`."""
-
-    run: Path = option(
-        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
-    )
-    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
-    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
-    text: bool = option(False, "go on with what is given as a text, not as a chat")
-    tokens: int = option(200, "tokens of an answer at most", metavar="N")
-
-
 class Chat:
     """Answers greedily, and remembers the turns."""
 
@@ -286,15 +265,15 @@ class Chat:
         return text
 
 
-def chat_command(words: list[str]) -> int:
-    """`packgraph chat` with these words; the exit code. Raises ConfigError and what `export`
-    raises."""
-    asked = parse_arguments(words, ChatArguments()).own
-    if asked.help:
-        print(f"{CHAT_USAGE}\n{options_help(ChatArguments())}")
-        return 0
-    if asked.tokens < 1:
-        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+def run_export(asked: ExportArguments) -> int:
+    """Run `packgraph export`; returns the exit code. Raises as `export` does."""
+    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
+    print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
+    return 0
+
+
+def run_chat(asked: ChatArguments) -> int:
+    """Run `packgraph chat`; returns the exit code. Raises ConfigError and what `export` raises."""
     config, library = config_of(asked.run), transformers_module()
     tokenizer = build_tokenizer(config.data)
     logging: Any = importlib.import_module("transformers.utils.logging")

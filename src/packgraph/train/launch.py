@@ -48,7 +48,9 @@ from packgraph.parallel.ranks import (
     processes,
     set_nccl,
 )
+from packgraph.train.build import with_shape
 from packgraph.train.config.reading import ConfigError, differences, shown, to_dict
+from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import AUTO, DataConfig, TrainConfig
 from packgraph.train.data import (
     DataError,
@@ -76,12 +78,9 @@ from packgraph.train.memory import SHARE, Agree, available_memory, check_memory,
 from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
 from packgraph.train.progress import ProgressView, left_out_line
-from packgraph.train.run_files import RunFileError, sampled_digest
+from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, RunFileError, sampled_digest
 from packgraph.train.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
     FREE_ON_RESUME,
-    SUMMARY,
     TakenError,
     begin_in,
     can_go_on,
@@ -299,10 +298,26 @@ def check_alike(mesh: Mesh, facts: Mapping[str, Any]) -> None:
         )
 
 
-def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[str, Any]]:
+def run_train(asked: RunRequest, options: Collection[str]) -> int:
+    """Trains what `packgraph train` was asked for; returns the exit code. options: dotted names of
+    the values that were given as options. Raises as `train` does."""
+    launch = Launch.read()
+    device = choose_device(asked.read()[0].run.device, launch)
+    config, notes = with_shape(asked, device.type)
+    folder, summary = train(config, options, [f"note: {note}" for note in notes])
+    if launch.rank == 0:
+        lines = closing_lines(config, folder, summary, launch)
+        print(*lines, sep="\n", file=sys.stderr)
+    return int(summary.get("exit_code", 0))
+
+
+def train(
+    config: TrainConfig, asked: Collection[str] = (), notes: Sequence[str] = ()
+) -> tuple[Path, dict[str, Any]]:
     """Run or resume `config` in the processes that torchrun has started, or in this one alone.
 
-    asked: dotted names of the values that were given as options; see `check_same_run`. Returns the
+    asked: dotted names of the values that were given as options; see `check_same_run`. notes: what
+    is said at the start. Returns the
     run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError,
     LaunchError, DataError, CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all
     of them say what to do. A process that hangs in a collective because another one is lost ends
@@ -312,7 +327,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     while True:
         try:
             with signs_of_life(launch, config.run.timeout) as whereabouts:
-                return _train(config, asked, launch, whereabouts)
+                return _train(config, asked, notes, launch, whereabouts)
         except TakenError:
             # Of starts at the same time, all but one wait for that one, and go on from its end.
             if config.run.resume != "auto" or launch.world > 1:
@@ -331,7 +346,11 @@ def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
 
 
 def _train(
-    config: TrainConfig, asked: Collection[str], launch: Launch, whereabouts: Whereabouts
+    config: TrainConfig,
+    asked: Collection[str],
+    noted: Sequence[str],
+    launch: Launch,
+    whereabouts: Whereabouts,
 ) -> tuple[Path, dict[str, Any]]:
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
@@ -374,7 +393,7 @@ def _train(
         )
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        view.note(*prepared.notes, *told, *sharding)
+        view.note(*noted, *prepared.notes, *told, *sharding)
         if nodes.others:
             count = 1 + len(nodes.others)
             view.note(f"{count} nodes have folders of their own: checkpoints are here")

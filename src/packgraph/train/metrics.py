@@ -30,6 +30,7 @@ import torch
 
 from packgraph.models.foreign import naming
 from packgraph.train.config.reading import flat
+from packgraph.train.run_files import METRICS as METRICS
 from packgraph.train.run_files import (
     RunFileError,
     parse_json,
@@ -41,7 +42,6 @@ from packgraph.train.run_files import (
 )
 from packgraph.train.signals import Outcome
 
-METRICS = "metrics.jsonl"
 BOARD = "tensorboard"  # folder of its events
 NAMES = "trackers.json"
 PROJECT = "packgraph"  # where no environment variable names another one

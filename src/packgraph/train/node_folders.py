@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all, on_each, on_first
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.run_files import WRITING, digest_of
 
 TOKEN = "shared-*.tmp"  # files by which ranks find out whether they see one folder

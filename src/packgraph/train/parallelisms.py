@@ -12,17 +12,21 @@ from torch import nn
 from packgraph.graphs.stages import in_scope
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.moe.dispatch.over_ranks import make_dispatcher
-from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.deferred import on_meta
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.mesh import Mesh, Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
+from packgraph.train.config.contradictions import (
+    context_problems_of_run,
+    idle_expert_options,
+    known_capacities,
+    replica_problems,
+)
 from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import (
-    context_problems_of_run,
     places_multiple,
     rank_tokens,
     stage_tokens,
@@ -36,8 +40,7 @@ class DataParallelism(Parallelism):
     name = "dp"
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
-        found = [f"parallel: {problem}" for problem in config.parallel.layout().problems(world)]
-        return found + (_shard_problems(config) if config.parallel.shards else [])
+        return replica_problems(config, world)
 
 
 class PipelineParallelism(Parallelism):
@@ -108,16 +111,7 @@ class ExpertParallelism(Parallelism):
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         experts, parallel, graph = config.model.experts, config.parallel, config.graph
         if not experts.enabled:
-            way = parallel.dispatcher
-            idle = {
-                f"parallel.ep = {parallel.ep} shares experts": parallel.ep > 1,
-                f"parallel.dispatcher = {way} is how tokens get to experts": way != "auto",
-                f"parallel.expert_stash = {parallel.expert_stash} is what experts "
-                "keep": parallel.expert_stash > 0,
-            }
-            return [
-                f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked
-            ]
+            return idle_expert_options(config)
         waits = parallel.dispatcher_name == "host_splits"
         named = (
             sorted(
@@ -203,29 +197,6 @@ PARALLELISMS: list[Parallelism] = [
 ]
 
 
-def _shard_problems(config: TrainConfig) -> list[str]:
-    """Lists what keeps layers from being sharded over the replicas."""
-    parallel, graph = config.parallel, config.graph
-    kept = f"parallel.shard = {parallel.shard} is not there yet with"
-    return true_of(
-        {
-            f"{kept} parallel.dynamic_cp; leave one of them out": parallel.dynamic_cp,
-            f"{kept} graph.granularity = step, without graph.optimizer; leave one of them out": (
-                graph.enabled and graph.granularity == "step" and not graph.optimizer
-            ),
-            f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
-            "ranks that share no layers run different microbatches, but all replicas launch the "
-            "graph of a step together; leave one of them out": graph.enabled
-            and graph.optimizer
-            and parallel.shard_ranks > 0,
-            "parallel.shard = gradients with lora.rank shards nothing: the model under adapters "
-            "has no gradients, and those of adapters are small; use parallel.shard = parameters": (
-                config.lora.enabled and parallel.shard == "gradients"
-            ),
-        }
-    )
-
-
 def _shares(layout: Layout, name: str) -> list[Layout]:
     """`layout` with every divisor of its replicas given to the axis `name`."""
     dp, given = layout.dp or 1, list[Layout]()
@@ -263,11 +234,6 @@ def _row_problems(config: TrainConfig) -> list[str]:
         if odd
         else []
     )
-
-
-def known_capacities(config: TrainConfig) -> list[Capacity]:
-    """The shapes that packs may have; none while they are still to be chosen."""
-    return [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
 
 
 def _odd_capacities(config: TrainConfig) -> str:

@@ -16,7 +16,7 @@ run's, or those that a run has measured.
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,25 +31,21 @@ from packgraph.packing.pack import Overlong
 from packgraph.parallel.context.plan import plan_context
 from packgraph.parallel.context.request import (
     COEFFICIENTS,
-    PLACES,
     ContextCost,
     ContextRequest,
 )
 from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.pipeline.schedule import slot_counts
-from packgraph.train.config.presets import PRESETS
+from packgraph.train.build import with_shape
+from packgraph.train.config.planning import PlanArguments
 from packgraph.train.config.reading import (
-    CommandArguments,
     ConfigError,
-    ConfigLayer,
-    Count,
     one_problem,
-    option,
-    path_problem,
     read_config,
-    shown,
 )
-from packgraph.train.config.sections import ITEMSIZE, SOURCES, TrainConfig
+from packgraph.train.config.request import RunRequest
+from packgraph.train.config.sections import ITEMSIZE, TrainConfig
+from packgraph.train.config.stored import stored_config
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.data.microbatches import overlong_of
 from packgraph.train.data.source import BadDocumentError, DocumentSource
@@ -65,29 +61,14 @@ from packgraph.train.features.context import (
     zigzag_sizes,
 )
 from packgraph.train.memory import DecoderMemory, graph_bytes, limit_of
-from packgraph.train.run_files import read_json
-from packgraph.train.run_folder import SUMMARY, stored_config
+from packgraph.train.run_files import SUMMARY, read_json
 from packgraph.viz.buckets import describe_plan, plan_values
 from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
-WITH_WORLD = frozenset(("tokens_per_rank", "sizes", "places", "microbatches", "costs", "svg"))
 HELD_OUT = 5  # one document in so many
 MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough
 FEWEST_SIZES = 16
 GIBIBYTE = 2**30
-PLAN_DATA_USAGE = f"""\
-usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
-
-Choose the capacities graphs are captured for from the lengths of the documents, as
-`--graph.capacities auto` does in `packgraph train`, and say what they cost: padding, memory, time
-for capture. Nothing is run, no GPU is needed. The preset is {next(iter(PRESETS))} where none is
-named.
-
-    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --buckets.max-tokens 16384
-    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8
-
-Further options are those of `packgraph train --help all`; those that count are data.*, buckets.*,
-graph.slots, model.* and parallel.*."""
 
 
 @dataclass(frozen=True)
@@ -242,67 +223,6 @@ def with_stored_capacities(folder: Path, config: TrainConfig) -> TrainConfig:
     return replace(config, graph=replace(config.graph, capacities=stored.graph.capacities))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments(CommandArguments):
-    """Own options of `packgraph plan DATA`."""
-
-    data: str | None = option(
-        None,
-        "a .jsonl or .parquet file, a folder of text files, or stdlib; a preset or --config FILE "
-        "name their own",
-        positional=True,
-    )
-    preset: str | None = option(
-        None,
-        "the run whose model and options are meant (see `packgraph presets`)",
-        positional=True,
-    )
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
-    batch: Count | None = option(
-        None,
-        "so many documents are packed at a time and none waits for the next ones, as with "
-        "`packgraph.pack`; without it they are packed as the trainer does, while data.window wait",
-        metavar="N",
-    )
-    json: bool = option(False, "print JSON instead of a table")
-    world: int | None = option(
-        None,
-        "share out one step's documents to N ranks (data x context parallel) instead, in groups of "
-        "the size that each needs; the following options go with it",
-        metavar="N",
-    )
-    tokens_per_rank: int = option(
-        2048, "tokens that a rank has places for in a microbatch", metavar="N"
-    )
-    sizes: tuple[int, ...] = option(
-        (),
-        "sizes of groups, divisors of N (default: the powers of two that divide N)",
-        metavar="C,C,...",
-    )
-    places: tuple[int, ...] = option(
-        PLACES,
-        "places for documents that a row may have, each a variant of the graphs",
-        metavar="N,N,...",
-    )
-    microbatches: int = option(8, "of the step; documents that come later wait", metavar="N")
-    costs: Path | None = option(
-        None,
-        "costs of rows as this run has measured them (--parallel.time-rows), its folder or its "
-        "summary.json; without it they are estimates",
-        metavar="RUN",
-    )
-    svg: Path | None = option(None, "also draw to this file, with all documents", metavar="FILE")
-
-    def problems(self, given: Collection[str]) -> list[str]:
-        """Lists what is wrong with these options together, of which `given` were given."""
-        alone = [f"--{name.replace('_', '-')}" for name in sorted(WITH_WORLD.intersection(given))]
-        if self.world is None:
-            return [f"{name}: goes with --world N" for name in alone]
-        if self.batch is not None:
-            return ["--batch: chooses buckets, and --world shares out documents; give one of them"]
-        return []
-
-
 def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
     """The plan of the first step on the data of `config`, as text; draws the SVG. Raises
     ConfigError and DataError."""
@@ -405,32 +325,11 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
     return found
 
 
-def is_data_plan(words: Sequence[str]) -> bool:
-    """Tells whether `packgraph plan` is asked about data, not about a schedule, which has no words
-    but options."""
-    return bool(words) and (
-        not words[0].startswith("-")
-        or any(
-            word.partition("=")[0] in ("--config", "--world")
-            or word.startswith(("--data.", "--buckets."))
-            for word in words
-        )
-    )
-
-
-def data_layers(data: str | None) -> list[ConfigLayer]:
-    """DATA as values of a configuration. Raises ConfigError for unknown data."""
-    if data is None:
-        return []
-    if data == "stdlib":
-        return [ConfigLayer("DATA", {"data": {"source": "stdlib"}})]
-    if (problem := path_problem(data)) is not None:
-        raise ConfigError([f"{shown(data)} cannot be the path of data: {problem}"])
-    path = Path(data).expanduser()
-    if not path.exists():
-        raise ConfigError([f"{data}: no such file or folder, and no preset ({', '.join(PRESETS)})"])
-    source = SOURCES.get(path.suffix.lower(), "text")
-    return [ConfigLayer("DATA", {"data": {"source": source, "path": data}})]
+def run_plan(asked: RunRequest, own: PlanArguments) -> int:
+    """Run `packgraph plan DATA`; returns the exit code. Raises ConfigError and DataError."""
+    config, _ = with_shape(asked)
+    print(plan_data(config, own) if own.world is None else plan_data_context(config, own), end="")
+    return 0
 
 
 def plan_data(config: TrainConfig, asked: PlanArguments) -> str:

@@ -34,17 +34,18 @@ kernel's efficiency at a small shape.
 """  # noqa: E501
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.branches import token_weights
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import SHARDS, Layout, Shard
-from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option
+from packgraph.train.build import with_shape
+from packgraph.train.config.planning import PlanMemoryArguments
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import (
     ITEMSIZE,
     GraphConfig,
@@ -70,75 +71,6 @@ ACTIVATIONS = [(kind, offload) for offload in (False, True) for kind in KINDS]
 MOVES = {True: "everything", False: "layer_input"}  # by whether nothing is recomputed
 FITS = {None: "-", True: "yes", False: "no"}
 BYTES_AGAIN = 4  # of a result that selective recomputation makes: operands are read, it is written
-USAGE = """\
-usage: packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--json] [--section.option VALUE ...]
-       packgraph plan memory [PRESET] --world N [--tokens N] [--step-tokens N] [--memory SIZE] [...]
-
-Show time against memory of one row: activations kept, recomputed, on the host, and both. With
---world, show the ways to spread the run over N GPUs that fit, the fastest first. Estimates from the
-shape of the model; nothing is run, no GPU is needed.
-
-    packgraph plan memory qwen3-0.6b --tokens 65536 --memory 139GiB
-    packgraph plan memory moonlight --world 1024 --tokens 8192 --memory 139GiB
-"""  # noqa: E501
-WITH_WORLD = ("step_tokens", "per_host", "link_gb_s", "net_gb_s", "top")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanMemoryArguments(CommandArguments):
-    """Own options of `packgraph plan memory`."""
-
-    preset: str | None = option(
-        None, "the run whose model is meant (see `packgraph presets`)", positional=True
-    )
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
-    tokens: Count = option(65536, "of the row", metavar="N")
-    length: int | None = option(None, "of its documents in tokens; default: one", metavar="N")
-    memory: str | None = option(None, "of the device, as 139GiB", metavar="SIZE")
-    tflops: float = option(500.0, "that products make of the device", metavar="N")
-    gb_s: float = option(50.0, "gigabytes a second of copies to the host", metavar="N")
-    device_gb_s: float = option(4000.0, "gigabytes a second of the device's memory", metavar="N")
-    json: bool = option(False, "print JSON instead of a table")
-    world: int | None = option(
-        None, "show ways to spread the run over N GPUs; the following go with it", metavar="N"
-    )
-    step_tokens: int | None = option(
-        None, "of a step over all GPUs; default: a row for each", metavar="N"
-    )
-    per_host: int = option(8, "GPUs of a host", metavar="N")
-    link_gb_s: float = option(
-        300.0, "gigabytes a second that a GPU sends to those of its host", metavar="N"
-    )
-    net_gb_s: float = option(40.0, "gigabytes a second that a GPU sends to others", metavar="N")
-    top: int = option(10, "show so many ways", metavar="N")
-
-    def problems(self, given: Collection[str] = ()) -> list[str]:
-        """Lists what is wrong with these options, of which `given` were given."""
-        numbers = ("length", "tflops", "gb_s", "device_gb_s", "world", *WITH_WORLD)
-        found = [
-            f"--{name.replace('_', '-')}: must be more than 0"
-            for name in numbers
-            if (value := getattr(self, name)) is not None and not value > 0
-        ]
-        if self.world is None:
-            found += [
-                f"--{name.replace('_', '-')}: goes with --world N"
-                for name in WITH_WORLD
-                if name in given
-            ]
-        try:
-            self.limit()
-        except ValueError as error:
-            found.append(f"--memory: {error}")
-        return found
-
-    def limit(self) -> int | None:
-        """Bytes of the device. Raises ValueError."""
-        return None if self.memory is None else budget_bytes(self.memory, None)
-
-    def link(self, span: int) -> float:
-        """Bytes a second between ranks that lie within `span` consecutive ones."""
-        return 1e9 * (self.link_gb_s if span <= self.per_host else self.net_gb_s)
 
 
 @dataclass(frozen=True)
@@ -191,6 +123,12 @@ def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> tuple[float, di
     cheap *= ITEMSIZE[config.run.dtype] * tokens
     again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
     return forward, again
+
+
+def run_plan_memory(asked: RunRequest, own: PlanMemoryArguments) -> int:
+    """Run `packgraph plan memory`; returns the exit code. Raises ConfigError."""
+    print(plan_memory_choices(with_shape(asked)[0], own), end="")
+    return 0
 
 
 def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:

@@ -17,6 +17,13 @@ from typing import Any
 CHECKSUM = "checksum"  # key of a JSON object's checksum over all its other keys
 WRITING = ".writing-"  # folders that are not whole yet, and what is to be removed
 WHOLE, SAMPLE, SAMPLES = 2**25, 2**18, 64  # bytes, bytes, number
+# In the folder of a run.
+CHECKPOINTS, CONFIG, METRICS, SUMMARY = (
+    "checkpoints",
+    "config.json",
+    "metrics.jsonl",
+    "summary.json",
+)
 
 
 class RunFileError(RuntimeError):

@@ -25,44 +25,35 @@ import fcntl
 import re
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all, on_each, on_first
-from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import (
-    STATE,
-    checkpoints_by_step,
-    read_state,
-    remove_leftovers,
-)
+from packgraph.train.checkpoint.writer import remove_leftovers
 from packgraph.train.config.reading import (
     ConfigError,
-    ConfigLayer,
     differences,
-    load_file,
     read_config,
     to_dict,
     true_of,
 )
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.metrics import BOARD, METRICS, NAMES
+from packgraph.train.config.stored import stored_config
+from packgraph.train.metrics import BOARD, NAMES
 from packgraph.train.node_folders import NodeFolders, find_nodes, shared_folder
 from packgraph.train.run_files import (
-    CHECKSUM,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    SUMMARY,
     RunFileError,
-    read_json,
     sync_folder,
     writing,
 )
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
-CHECKPOINTS = "checkpoints"
-CONFIG = "config.json"
-SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
 FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, NAMES, "wandb", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it
@@ -293,17 +284,6 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
 
 
-def run_of(config: Path) -> dict[str, Any]:
-    """The values that say which run a config file belongs to; none for a file that is no run's
-    config.json."""
-    folder = config.parent if config.parent.name not in ("", "..") else config.resolve().parent
-    if config.name != CONFIG or not any(
-        (folder / name).exists() for name in (CHECKPOINTS, METRICS, SUMMARY)
-    ):
-        return {}
-    return {"run": {"name": folder.name, "folder": str(folder.parent)}}
-
-
 def _numbered(parent: Path, preset: str) -> dict[int, Path]:
     """Existing folders PRESET and PRESET-N by number (PRESET is 1)."""
     found: dict[int, Path] = {}
@@ -449,48 +429,3 @@ def _clean(checkpoints: Path) -> None:
         "Remove `.writing-*` and `.replaced-*` there by hand, or choose another --run.name",
     ):
         remove_leftovers(checkpoints)
-
-
-def stored_config(folder: Path) -> tuple[ConfigLayer, str | None]:
-    """The configuration of the run in `folder`, and what is to be said if it is not that of
-    config.json.
-
-    Raises:
-        ConfigError: If config.json cannot be read or is damaged, and no checkpoint holds the
-            configuration.
-    """
-    path = folder / CONFIG
-    if values := read_json(path, checked=True):
-        return ConfigLayer(str(path), values), None
-    for checkpoint in checkpoints_by_step(folder / CHECKPOINTS):
-        try:
-            _, state, _ = read_state(checkpoint)
-        except CheckpointError:
-            continue
-        if isinstance(stored := state.get("config"), Mapping):
-            return ConfigLayer(str(checkpoint / STATE), stored), (
-                f"{path} is missing, damaged or was edited: the configuration is that of "
-                f"{checkpoint}, and is written anew; values are changed by options"
-            )
-    # Of a run before configurations had checksums, or one that nothing can be said of.
-    layer = load_file(path)
-    if layer.values and not read_json(path):
-        raise ConfigError(
-            [
-                f"{path}: damaged or edited: its checksum differs, and no checkpoint holds the "
-                f"configuration. If you have edited it, remove its line {CHECKSUM!r}"
-            ]
-        )
-    return layer, None
-
-
-def config_layer(path: Path, resume: bool) -> ConfigLayer:
-    """The values of a config file; for a run to go on, those that `stored_config` finds for its
-    config.json.
-
-    Raises:
-        ConfigError: If it cannot be read.
-    """
-    if resume and path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir():
-        return stored_config(path.parent)[0]
-    return load_file(path)

@@ -42,7 +42,7 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.torch_internals import norm_each
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import best_checkpoint, checkpoint_to_resume, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
@@ -72,8 +72,7 @@ from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_fo
 from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.run_files import read_json, write_json, writing
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
+from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json, writing
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import GoBack, Limits, NonFiniteLossError, Spikes
 from packgraph.train.strategies import add_counts

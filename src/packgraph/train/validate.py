@@ -15,16 +15,15 @@ from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.ops.float8.linear import float8_layers, float8_problems, is_float8, size_problem
 from packgraph.ops.names import NATIVE
 from packgraph.parallel.tensor import parts_of_layer
+from packgraph.train.config.contradictions import contradictions, optimizer_problems
 from packgraph.train.config.reading import true_of
-from packgraph.train.config.sections import AUTO, TrainConfig
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 from packgraph.train.features.recompute import problems_of_recompute
-from packgraph.train.parallelisms import PARALLELISMS, known_capacities
-
-FEWEST_TOKENS = 2  # of a document with a token to predict
+from packgraph.train.parallelisms import PARALLELISMS
 
 
 def validate(
@@ -36,35 +35,18 @@ def validate(
     vocabulary: number of token ids of the tokenizer, when it is known already. world: processes of
     the run.
     """
-    graph, run, model, options = config.graph, config.run, config.model, config.optimizer
+    graph, run, model = config.graph, config.run, config.model
     size, attention = model.vocab_size, model.attention_backend
     regions = "chunk" if graph.granularity == "step" else graph.granularity
     stages = named_stages(model) if config.hf.path is None else live_shape(config.hf.path).stages
-    bare = ", ".join(
-        f"{capacity.tokens}x{capacity.documents}"
-        for capacity in known_capacities(config)
-        if capacity.bound < FEWEST_TOKENS
-    )
-    found = true_of(
+    found = contradictions(config) + true_of(
         {
             "graph.backend = cuda needs a CUDA device; use auto, or recorder on the "
             "CPU": graph.enabled and graph.backend == "cuda" and device_type != "cuda",
             "graph.backend = recorder runs on the CPU only; use auto, or run.device = "
             "cpu": graph.enabled and graph.backend == "recorder" and device_type == "cuda",
-            f"graph.warmup = {graph.warmup} leaves no step to replay in run.steps = {run.steps}; "
-            "lower it, or set graph.enabled = false": graph.enabled and graph.warmup >= run.steps,
-            f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {run.steps}; "
-            "lower it": config.eval.every > run.steps,
-            "optimizer.gradients = bfloat16 needs run.dtype = bfloat16: weights in float32 have "
-            "gradients in float32": options.gradients == "bfloat16" and run.dtype == "float32",
-            f"model.mtp_layers = {model.mtp_layers} is for models of packgraph: with hf.path the "
-            "model's own code says what it predicts": config.hf.path is not None
-            and model.mtp_layers > 0,
             f"graph.memory_budget = {graph.memory_budget} needs a CUDA device; write it in GiB "
             "or MiB": "%" in (graph.memory_budget or "") and device_type != "cuda",
-            "graph.memory_budget is not there yet with graph.granularity = step, whose graphs are "
-            "captured as steps come: lower graph.capacities": graph.memory_budget is not None
-            and graph.granularity == "step",
             **{
                 f"graph.scope: {problem}": graph.enabled
                 for problem in scope_errors(stages, graph.scope, regions)
@@ -72,12 +54,6 @@ def validate(
             f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; "
             "use auto, or sdpa": attention in ("flash", "varlen")
             and (device_type, run.dtype) != ("cuda", "bfloat16"),
-            f"graph.capacities: no label can remain in {bare}, since a document's first token is "
-            f"never predicted; give documents room for {FEWEST_TOKENS} tokens": bool(bare),
-            f"buckets.max_tokens = {config.buckets.max_tokens} leaves no label, since a document's "
-            f"first token is never predicted; it must be at least {FEWEST_TOKENS}": (
-                graph.capacities == "auto" and config.buckets.max_tokens < FEWEST_TOKENS
-            ),
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise "
             "it": vocabulary is not None and size < vocabulary,
         }
@@ -90,60 +66,10 @@ def validate(
         for name in config.run.tracker  # tensorboard is there by default: nobody asked for it
         if name != "tensorboard" and find_spec(name) is None
     ]
-    found += _optimizer_problems(config, world)
+    found += optimizer_problems(config, world)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)
-
-
-def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
-    """Lists what keeps the rule of `optimizer.name` from the parameters as ranks have them, its
-    state from the host, and the update from being part of a graph, when these are asked for."""
-    parallel, graph, options = config.parallel, config.graph, config.optimizer
-    layout, name, muon = parallel.layout(), options.name, options.name == "muon"
-    copies, replicas = max(1, world // (layout.pp * layout.tp)), layout.replicas(world)
-    inside = graph.enabled and graph.optimizer
-    others = true_of(
-        {
-            "parallel.expert_stash": parallel.expert_stash > 0,
-            "parallel.dispatcher = symmetric": parallel.dispatcher_name == "symmetric",
-            "hf.path": config.hf.path is not None,
-            "lora.rank": config.lora.enabled,
-        }
-    )
-    moved = others + (["offload.modules"] if config.offload.modules else [])
-    return true_of(
-        {
-            f"graph.optimizer needs graph.granularity = step, not {graph.granularity}: no other "
-            "graph lasts until the update": inside and graph.granularity != "step",
-            f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
-            f"{' and '.join(moved)}: leave one of them out": inside
-            and parallel.pp > 1
-            and bool(moved),
-            f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
-            f"{' and '.join(others)}: leave one of them out": inside
-            and replicas > 1
-            and bool(others),
-            f"optimizer.name = muon cannot serve {copies} ranks that share the update of one "
-            "matrix (parallel.dp x cp): Muon needs whole matrices, and each of them updates a "
-            "part; use adamw": muon and copies > 1,
-            f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank "
-            "has some rows or columns of a matrix; use adamw or adamw8bit": name
-            in ("muon", "adafactor")
-            and layout.tp > 1,
-            "optimizer.name = muon is not there yet for models of transformers and adapters "
-            "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
-            "adamw": muon and (config.hf.path is not None or config.lora.enabled),
-            f"optimizer.resident = {options.resident} is of a state on the host: say "
-            "optimizer.offload, too, or leave it out": not options.offload
-            and options.resident != AUTO,
-            f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's "
-            "float32 state can be updated piece by piece; leave one of them out": options.offload
-            and name != "adamw",
-            "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs "
-            "its state on the device; leave one of them out": options.offload and inside,
-        }
-    )
 
 
 def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:

@@ -25,7 +25,10 @@ from packgraph.models.foreign import naming, read_object
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
+from packgraph.train.build import with_shape
+from packgraph.train.config.commands import VerifyArguments
 from packgraph.train.config.reading import ConfigError, one_problem, render
+from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
@@ -44,6 +47,28 @@ LIMITS_EXPLAINED = (
     "they are not zero; the limits stand well above what one step rounds in {dtype}. Without "
     "dropout; the update is compared on equal gradients."
 )
+
+
+def run_verify(asked: RunRequest | None, own: VerifyArguments) -> int:
+    """Run `packgraph verify`; returns the exit code. Raises as `verify_command` does."""
+    config, launch = None, Launch.read()
+    if asked is not None:
+        device = choose_device(asked.read()[0].run.device, launch)
+        config, notes = with_shape(asked, device.type)
+        for note in notes if launch.rank == 0 else ():
+            _tell(f"note: {note}")
+    one_process = not own.skip_one_process
+    return int(not verify_command(config, own.steps, one_process=one_process, apart=own.apart))
+
+
+def run_verify_hf(own: VerifyArguments) -> int:
+    """Run `packgraph verify --hf-config`; returns the exit code. Raises ConfigError."""
+    assert own.hf_config is not None
+    found = verify_hf_config(
+        own.hf_config, choose_device("auto"), steps=own.steps, layers=own.layers
+    )
+    print(found)
+    return int(not found)
 
 
 def verify_command(

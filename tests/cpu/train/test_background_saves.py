@@ -19,7 +19,8 @@ from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Pieces, parts_of
 from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint.background import Saves, Staging
-from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries
+from packgraph.train.checkpoint.reader import tensor_entries
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import (
     checkpoints_by_step,
     latest_checkpoint,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import packgraph.train
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import (
     LATEST,
     latest_checkpoint,

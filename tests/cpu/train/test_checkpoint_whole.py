@@ -15,17 +15,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
+from packgraph.train.checkpoint.reader import read_metadata_file
+from packgraph.train.checkpoint.state_file import OLD_FORMAT, CheckpointError, write_state
 from packgraph.train.checkpoint.writer import (
     LATEST,
-    OLD_FORMAT,
     latest_checkpoint,
     load_state,
     load_tensors,
     newest_whole_checkpoint,
     remove_leftovers,
     save_checkpoint,
-    write_state,
 )
 
 STATE = {"data": {"position": 7, "share": 0.1}, "graphs": {"captured": 3}}

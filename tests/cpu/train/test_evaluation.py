@@ -19,8 +19,8 @@ from evalkit import (
 )
 from trainkit import StopAfter, equal, state_of
 
-from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import best_checkpoint, checkpoints_by_step, load_state
+from packgraph.train.checkpoint.state_file import CheckpointError, checkpoints_by_step
+from packgraph.train.checkpoint.writer import best_checkpoint, load_state
 from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import DataError, open_documents
 from packgraph.train.data.files import OpenedFiles

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from packgraph.cli import main
+from packgraph.train.config.planning import PlanMemoryArguments
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices
+from packgraph.train.plan_memory import memory_choices
 
 CHOICES = [
     ("none", False),

@@ -8,9 +8,9 @@ import pytest
 
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
+from packgraph.train.config.planning import PlanMemoryArguments
 from packgraph.train.config.presets import PRESETS
 from packgraph.train.plan_memory import (
-    PlanMemoryArguments,
     WorldChoice,
     memory_choices,
     world_choices,

@@ -16,7 +16,7 @@ from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, state_of, t
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.build import build_model
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, write_state
 from packgraph.train.data import (
     DataConfig,

@@ -12,12 +12,12 @@ from trainkit import state_of, tiny, trainer
 
 from packgraph import cli
 from packgraph.train.checkpoint.background import Saves
-from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import read_state
+from packgraph.train.checkpoint.state_file import CheckpointError, read_state
 from packgraph.train.config.reading import ConfigError, to_dict
+from packgraph.train.config.stored import stored_config
 from packgraph.train.metrics import METRICS, MetricsLog, read_metrics
-from packgraph.train.run_files import read_json, write_json
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, check_same_run, stored_config
+from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
+from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
 
 CONFIGURATION = tiny(steps=6, checkpoint_every=2)

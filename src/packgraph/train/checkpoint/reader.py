@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.serialization import _get_layout
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or is damaged, foreign or unfit for this run. The message
-    names the file."""
-
+from packgraph.train.checkpoint.state_file import CheckpointError
 
 METADATA_CLASSES = (
     "Metadata",

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from packgraph.train.config.reading import CommandArguments, option
+from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option
+from packgraph.train.config.sections import SOURCES, DataConfig
 
 USAGE = """\
 usage: packgraph COMMAND ...
@@ -69,28 +70,32 @@ documents, packed as packgraph.integrations.transformers.packed does.
 The tables go to stdout, with how many rows of which size were compared. What takes long says on
 stderr where it is. Further options are those of `packgraph train --help all`."""
 
-PLAN_USAGE = """\
-usage: packgraph plan --ranks N --microbatches N [--chunks N] [--group N] [--svg FILE] ...
-       packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
-       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--world N] [--json]
-
-Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs: slots
-per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
-
-    packgraph plan --ranks 4 --chunks 2 --microbatches 8 --svg plan.svg
-    packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0
-
-`packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N
-shares out one step's documents to ranks (dynamic context parallelism); see
-`packgraph plan stdlib --help`. `packgraph plan memory` shows time against memory of recomputation
-and offloading; with --world N, which ways to spread a run over N GPUs fit and are fastest."""
-
 EXPORT_USAGE = """\
 usage: packgraph export RUN FOLDER [--best] [--adapter]
 
 Write the weights of the newest checkpoint of a run, or of the best one, as a Hugging Face
 checkpoint (config.json and safetensors), with the tokenizer it was trained with. Adapters
 (--lora.rank) are merged into the weights."""
+
+CHAT_USAGE = """\
+usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N]
+
+Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
+transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
+turn of one chat."""
+
+DATA_USAGE = """\
+usage: packgraph data build FOLDER --source jsonl --path FILE [--tokenizer FILE] ...
+       packgraph data check FOLDER
+
+Tokenize documents once, by all cores, into memory-mapped shards:
+
+    packgraph data build shards/chats --source jsonl --path chats.jsonl --tokenizer tokenizer.json
+    packgraph train qwen3-0.6b --data.source shards --data.path shards/chats \\
+        --data.tokenizer tokenizer.json
+
+A build that was stopped goes on when the same command is run again. `check` compares every file
+with its SHA-256 and names those that differ (exit code 2)."""
 
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
@@ -167,36 +172,6 @@ class VerifyArguments(CommandArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleArguments(CommandArguments):
-    """Options of `packgraph plan` without data."""
-
-    ranks: int = option(0, "pipeline ranks", metavar="N", required=True)
-    microbatches: int = option(0, "microbatches of the step drawn", metavar="N", required=True)
-    chunks: int = option(
-        1, "chunks of the model per rank: 1F1B if 1, interleaved if more", metavar="N"
-    )
-    group: int | None = option(
-        None,
-        "microbatches that a chunk runs before the next chunk's turn (default: ranks)",
-        metavar="N",
-    )
-    capacities: tuple[int, ...] = option(
-        (), "tokens of each bucket; times are then drawn in proportion", metavar="T,T,..."
-    )
-    buckets: tuple[int, ...] = option(
-        (),
-        "bucket of each microbatch, as index of --capacities (default: the largest for all)",
-        metavar="I,I,...",
-    )
-    svg: Path | None = option(None, "also draw to this file, whole and in colours", metavar="FILE")
-    csv: Path | None = option(
-        None,
-        "also write the actions, in the words of torch.distributed.pipelining",
-        metavar="FILE",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExportArguments(CommandArguments):
     """Arguments of `packgraph export`."""
 
@@ -217,3 +192,66 @@ class CompletionArguments(CommandArguments):
     shell: Literal["bash", "zsh", "fish"] = option(
         "bash", "bash, zsh or fish", positional=True, required=True
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(CommandArguments):
+    """Arguments of `packgraph chat`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
+    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
+    text: bool = option(False, "go on with what is given as a text, not as a chat")
+    tokens: int = option(200, "tokens of an answer at most", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArguments(CommandArguments):
+    """Options of `packgraph data`."""
+
+    action: Literal["build", "check"] = option(
+        "build", "build or check", positional=True, required=True
+    )
+    folder: Path = option(Path(), "of the shards", positional=True, required=True)
+    source: Literal["stdlib", "jsonl", "text", "parquet"] = option(
+        "stdlib", "what is tokenized, as --data.source of train"
+    )
+    path: str | None = option(None, "file or folder of the source", metavar="PATH")
+    suffixes: tuple[str, ...] = option(
+        DataConfig().suffixes, "endings of the files that count in a folder of text files"
+    )
+    text_column: str = option("text", "column of the text in jsonl and parquet", metavar="NAME")
+    tokenizer: str = option(
+        "bytes", "bytes = one token a byte, or the path of a tokenizer.json", metavar="FILE"
+    )
+    on_bad: Literal["stop", "skip"] = option(
+        "stop", "documents that cannot be read: end the build, or leave them out and count them"
+    )
+    max_documents: Count | None = option(
+        None, "only the first documents up to this number", metavar="N"
+    )
+    workers: Count | None = option(None, "processes that tokenize (default: all cores)")
+    rows_per_shard: Count | None = option(
+        None,
+        "documents of the source in a shard (default: at least 2048, and at most 1024 shards)",
+        metavar="N",
+    )
+
+    def config(self, *, names_source: bool = True) -> DataConfig:
+        """Options of the data; the path's ending names the source if nothing else does. Raises
+        ConfigError."""
+        named = SOURCES.get(Path(self.path or "").suffix.lower())
+        try:
+            return DataConfig(
+                source=self.source if names_source or named is None else named,
+                path=self.path,
+                suffixes=self.suffixes,
+                text_column=self.text_column,
+                tokenizer=self.tokenizer,
+                on_bad=self.on_bad,
+                max_documents_loaded=self.max_documents,
+            )
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error

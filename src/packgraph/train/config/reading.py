@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity, in_short
 from packgraph.train.run_files import CHECKSUM, parse_json
 
@@ -463,11 +464,13 @@ def _entries(
 
 def _dotted(given: Mapping[str, Any]) -> Iterator[str]:
     """Yields the keys with dots: in a file two of them could give one value twice."""
-    for key, value in given.items():
-        if "." in key:
-            yield key
-        elif isinstance(value, Mapping):
-            yield from _dotted(value)
+    waiting = [given]  # a file may be nested deeply
+    while waiting:
+        for key, value in waiting.pop().items():
+            if "." in key:
+                yield key
+            elif isinstance(value, Mapping):
+                waiting.append(value)
 
 
 def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
@@ -477,9 +480,6 @@ def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
     if layer.text:
         return [told]
     if value != silent:
-        # Here, since it needs torch, and a command that is only explained does without.
-        from packgraph.graphs.errors import PackgraphWarning
-
         warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
     return []
 

@@ -18,19 +18,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
 
 from packgraph.packing.document import Document
-from packgraph.train.config.command_line import options_help, parse_arguments
-from packgraph.train.config.reading import CommandArguments, ConfigError, Count, option, printable
-from packgraph.train.config.sections import SOURCES, DataConfig
+from packgraph.train.config.commands import DataArguments
+from packgraph.train.config.reading import printable
+from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.shards import (
     INDEX,
@@ -54,18 +54,6 @@ REMEDY = "Make room there or choose another folder; finished shards are kept"
 AGAIN = "Run the same command again, which keeps finished shards"
 UNFINISHED = ".unfinished"
 FLUSHED = 2**24  # bytes that are written at a time
-USAGE = """\
-usage: packgraph data build FOLDER --source jsonl --path FILE [--tokenizer FILE] ...
-       packgraph data check FOLDER
-
-Tokenize documents once, by all cores, into memory-mapped shards:
-
-    packgraph data build shards/chats --source jsonl --path chats.jsonl --tokenizer tokenizer.json
-    packgraph train qwen3-0.6b --data.source shards --data.path shards/chats \\
-        --data.tokenizer tokenizer.json
-
-A build that was stopped goes on when the same command is run again. `check` compares every file
-with its SHA-256 and names those that differ (exit code 2)."""
 
 
 class EncodedRow(NamedTuple):
@@ -324,76 +312,20 @@ def check_shards(folder: Path) -> tuple[Manifest, list[str]]:
     return manifest, [text for _, problems in checked for text in problems]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataArguments(CommandArguments):
-    """Options of `packgraph data`."""
-
-    action: Literal["build", "check"] = option(
-        "build", "build or check", positional=True, required=True
-    )
-    folder: Path = option(Path(), "of the shards", positional=True, required=True)
-    source: Literal["stdlib", "jsonl", "text", "parquet"] = option(
-        "stdlib", "what is tokenized, as --data.source of train"
-    )
-    path: str | None = option(None, "file or folder of the source", metavar="PATH")
-    suffixes: tuple[str, ...] = option(
-        DataConfig().suffixes, "endings of the files that count in a folder of text files"
-    )
-    text_column: str = option("text", "column of the text in jsonl and parquet", metavar="NAME")
-    tokenizer: str = option(
-        "bytes", "bytes = one token a byte, or the path of a tokenizer.json", metavar="FILE"
-    )
-    on_bad: Literal["stop", "skip"] = option(
-        "stop", "documents that cannot be read: end the build, or leave them out and count them"
-    )
-    max_documents: Count | None = option(
-        None, "only the first documents up to this number", metavar="N"
-    )
-    workers: Count | None = option(None, "processes that tokenize (default: all cores)")
-    rows_per_shard: Count | None = option(
-        None,
-        "documents of the source in a shard (default: at least 2048, and at most 1024 shards)",
-        metavar="N",
-    )
-
-    def config(self, *, names_source: bool = True) -> DataConfig:
-        """Options of the data; the path's ending names the source if nothing else does. Raises
-        ConfigError."""
-        named = SOURCES.get(Path(self.path or "").suffix.lower())
-        try:
-            return DataConfig(
-                source=self.source if names_source or named is None else named,
-                path=self.path,
-                suffixes=self.suffixes,
-                text_column=self.text_column,
-                tokenizer=self.tokenizer,
-                on_bad=self.on_bad,
-                max_documents_loaded=self.max_documents,
-            )
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
+def run_check(folder: Path) -> int:
+    """Run `packgraph data check`; returns the exit code. Raises DataError."""
+    manifest, problems = check_shards(folder)
+    if problems:
+        raise DataError("\n  ".join([f"{len(problems)} problems:", *problems]))
+    _tell(f"{_summary(manifest)}: all checksums are right")
+    return 0
 
 
-def data_command(words: Sequence[str]) -> int:
-    """Run `packgraph data`; returns the exit code. Raises ConfigError, DataError and
-    RunFileError."""
-    parsed = parse_arguments(words, DataArguments())
-    asked = parsed.own
-    if asked.help:
-        print(f"{USAGE}\n{options_help(DataArguments())}")
-        return 0
-    if asked.action == "check":
-        foreign = sorted(parsed.given - {"action", "folder"})
-        if foreign:
-            raise ConfigError([f"--{name.replace('_', '-')}: goes with build" for name in foreign])
-        manifest, problems = check_shards(asked.folder)
-        if problems:
-            raise DataError("\n  ".join([f"{len(problems)} problems:", *problems]))
-        _tell(f"{_summary(manifest)}: all checksums are right")
-        return 0
+def run_build(config: DataConfig, asked: DataArguments) -> int:
+    """Run `packgraph data build`; returns the exit code. Raises DataError and RunFileError."""
     began = time.perf_counter()
     manifest = build_shards(
-        asked.config(names_source="source" in parsed.given),
+        config,
         asked.folder,
         workers=asked.workers,
         rows_per_shard=asked.rows_per_shard,

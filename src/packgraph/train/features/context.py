@@ -58,10 +58,8 @@ from packgraph.parallel.context.request import (
     fit,
 )
 from packgraph.parallel.context.rows import context_choice
-from packgraph.parallel.layout import context_sizes
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather_numbers
-from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.random_state import random_states, set_random_states
 
@@ -232,45 +230,6 @@ def context_cost(
         group_us=GROUP_US * sum(n for n, kind in counted if kind.is_mixer) / MEASURED_LAYERS,
         exchange_us=EXCHANGE_US * columns / (measured * (1 + MEASURED_KV_SHARE)) / parts,
         gather_us=GATHER_US * (gathered / (measured * MEASURED_KV_SHARE)) / parts,
-    )
-
-
-def context_problems_of_run(config: TrainConfig) -> list[str]:
-    """Lists all that keeps the ranks of a row from changing from microbatch to microbatch."""
-    parallel, graph = config.parallel, config.graph
-    if not parallel.dynamic_cp:
-        return true_of(
-            {
-                "parallel.time_rows = true is for plans of groups that change; it goes with "
-                "parallel.dynamic_cp = true": parallel.time_rows is True,
-                f"parallel.min_cp = {parallel.min_cp} bounds groups that change; it goes with "
-                "parallel.dynamic_cp = true": parallel.min_cp > 1,
-            }
-        )
-    sizes = context_sizes(parallel.cp)
-    known = () if graph.capacities == "auto" else graph.declared_capacities()
-    several = sorted({capacity.tokens for capacity in known})
-    return true_of(
-        {
-            f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may "
-            f"share a row with parallel.cp = {parallel.cp}: "
-            f"{', '.join(map(str, sizes))}": parallel.min_cp not in sizes,
-            "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; "
-            "give the ranks that the longest document needs": parallel.cp == 1,
-            "parallel.dynamic_cp with graph.granularity = step is not there: which rows a rank has "
-            "differs from step to step and from rank to rank, so nearly every step would be "
-            "captured anew; use layer or chunk": graph.enabled and graph.granularity == "step",
-            "parallel.dynamic_cp needs graph.capacities that are named, such as 8192x16,8192x64: "
-            "the tokens of a row on parallel.cp ranks, and places for documents; auto chooses for "
-            "rows of one number of ranks": graph.capacities == "auto",
-            "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
-            f"parallel.cp = {parallel.cp} ranks (shorter rows follow from it), not "
-            f"{', '.join(map(str, several))}": len(several) > 1,
-            "parallel.dynamic_cp bounds documents by the ranks they get, so capacities cannot have "
-            "a longest document of their own; leave it out": any(
-                capacity.bound != capacity.tokens for capacity in known
-            ),
-        }
     )
 
 

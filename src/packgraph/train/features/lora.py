@@ -24,7 +24,7 @@ from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.models.hf import WeightsError
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ranks import from_all
-from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.state_file import CheckpointError
 from packgraph.train.config.reading import ConfigError, true_of
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_shape
