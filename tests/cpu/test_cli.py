@@ -177,6 +177,22 @@ def next_words(text: str) -> dict[str, list[str]]:
     return {what: shlex.split(command) for what, command in found}
 
 
+def test_a_run_of_two_steps_replays_one_and_writes_a_trace_of_it(
+    tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--run.steps", "2", "--run.profile", "1"]
+    assert cli.main(["train", "qwen3-tiny", *SMALL, *data, *steps]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "note: graph.warmup = 1 instead of 2: so that a step of run.steps = 2 is left" in said
+    trace = tmp_path / "runs" / "qwen3-tiny" / "profile" / "rank-0.json"
+    assert f"steps 2 to 2 traced in {trace}" in said
+    assert json.loads((trace.parents[1] / "summary.json").read_text())["replayed"] > 0
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert [name for name in names if name.startswith("ProfilerStep")] == ["ProfilerStep#1"]
+    assert any(re.match(r"packgraph layer 0 forward slot 0 \d+x\d", name) for name in names)
+    assert names.count("packgraph optimizer update") == 1
+
+
 def test_the_commands_at_the_end_of_a_run_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
 ) -> None:

@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "too few": ([*TINY, "--run.steps", "0"], ["steps must be at least 1", "got 0"]),
     "negative": ([*TINY, "--data.seed=-1"], ["seed must not be negative", "got -1"]),
     "heads": ([*TINY, "--model.num-heads", "3"], ["num_heads 3", "num_kv_heads 2"]),
-    "size": ([*TINY, "--graph.memory-budget", "12"], ["'12'", "12GiB", "40%"]),
+    "size": ([*TINY, "--graph.memory-budget", "12"], ["'12'", "12GiB", "12GB", "40%"]),
     "device": ([*TINY, "--run.device", "gpu"], ["'gpu'", "auto, cpu, cuda or cuda:N"]),
     "retired": ([*TINY, "--model.linear-product", "x"], ["no longer an option", "precision"]),
     "no such data": (

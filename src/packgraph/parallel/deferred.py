@@ -129,7 +129,7 @@ def _fill(target: tuple[Tensor, Sequence[Piece]]) -> None:
 
 def in_threads(function: Callable[[Argument], None], arguments: Iterable[Argument]) -> None:
     """Call `function` with each argument, by all cores. Errors are raised here."""
-    with ThreadPoolExecutor(min(MOST_THREADS, _cores())) as threads:
+    with ThreadPoolExecutor(min(MOST_THREADS, cores())) as threads:
         for _ in threads.map(function, arguments):
             pass
 
@@ -183,6 +183,6 @@ def _owners(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return found
 
 
-def _cores() -> int:
+def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -74,6 +74,7 @@ from packgraph.train.features.context import (
 )
 from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
+from packgraph.train.features.profile import profiled_steps
 from packgraph.train.memory import SHARE, Agree, available_memory, check_memory, predicted_peak
 from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
@@ -422,7 +423,7 @@ def _train(
                 trainer.resume()
                 if trainer.step < config.run.steps:
                     view.note(*(f"note: {note}" for note in notes))
-            with running(config.hf.path):
+            with running(config.hf.path), profiled_steps(trainer) as trainer.after_step:
                 summary = trainer.run(stop)
         finally:
             trainer.close()

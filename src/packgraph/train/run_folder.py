@@ -55,7 +55,7 @@ from packgraph.train.run_files import (
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CLAIM = ".claim"  # locked by the process that writes the run
-FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, NAMES, "wandb", "offload")
+FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, NAMES, "wandb", "offload", "profile")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it
 # learns. Graphs compute what eager training computes, data are compared by their contents, and
 # checkpoints know no layout.
@@ -65,6 +65,7 @@ FREE_ON_RESUME = (
     "run.resume",
     "run.steps",
     "run.log_every",
+    "run.profile",
     "run.checkpoint_every",
     "run.max_minutes",
     "run.timeout",

@@ -129,6 +129,7 @@ class Trainer:
         `folder`, all of them by default. Creates nothing in `folder` yet.
         """
         self.config, self.folder, self.microbatches = config, folder, microbatches
+        self.after_step: Callable[[], object] = bool  # called after every step
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._whereabouts = whereabouts or Whereabouts()
         self._nodes = nodes or shared_folder(self.mesh)
@@ -323,6 +324,7 @@ class Trainer:
             while self.step < steps and not self._must_stop():
                 if ended := self.evaluation.ending or ("" if self._one_step() else DATA_ENDED):
                     break
+                self.after_step()
                 due = self.evaluation.is_due(self.step)
                 self._report(leave=0 if due else 1)
                 is_best = due and self.evaluation.best.step == self.step

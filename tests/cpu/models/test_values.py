@@ -9,7 +9,7 @@ from packgraph.parallel import deferred
 
 @pytest.mark.parametrize("cores", [1, 7])
 def test_values_follow_from_names_alone(cores, monkeypatch):
-    monkeypatch.setattr(deferred, "_cores", lambda: cores)
+    monkeypatch.setattr(deferred, "cores", lambda: cores)
     named = {"a.weight": torch.empty(40, 30), "experts": torch.empty(5, 20, 30, requires_grad=True)}
     draw_normal(named.items(), 3, 0.5)
     alone = torch.empty(20, 30)

@@ -27,11 +27,11 @@ GIVES_WAY: list[tuple[dict[str, str], str, str, Any, str]] = [
         "graph.granularity = step instead of layer: graph.optimizer is part of no other graph",
     ),
     (
-        {"optimizer.resident": "2GiB"},
+        {"optimizer.resident": "2GB"},
         "cpu",
         "optimizer.offload",
         True,
-        "optimizer.offload = true instead of false: optimizer.resident = 2GiB is of a state on the "
+        "optimizer.offload = true instead of false: optimizer.resident = 2GB is of a state on the "
         "host",
     ),
     (

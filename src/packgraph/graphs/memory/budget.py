@@ -1,8 +1,9 @@
-"""Parser of limits on memory: `12GiB`, `512MiB`, or `40%` of what the device has."""
+"""Parser of limits on memory: `12GiB`, `12GB`, `512MiB`, or `40%` of what the device has."""
 
 import re
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+READ = UNITS | {"TiB": 2**40, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 SHARE = "%"
 
 
@@ -11,15 +12,16 @@ def budget_bytes(text: str, total: int | None) -> int:
 
     Raises ValueError when the text is no budget, or a share of a memory whose size is not known.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(GiB|MiB|KiB|%)\s*", text)
+    units = {unit.lower(): nbytes for unit, nbytes in READ.items()}
+    found = re.fullmatch(rf"(\d+(?:\.\d*)?|\.\d+)\s*({'|'.join(units)}|%)", text.strip().lower())
     if found is None or not float(found[1]):
         raise ValueError(
-            "a memory budget is written 12GiB, 512MiB or 40% (of the device's memory), not "
+            "a memory budget is written 12GiB, 12GB, 512MiB or 40% (of the device's memory), not "
             f"{text!r}"
         )
     amount = float(found[1])
     if found[2] != SHARE:
-        return round(amount * UNITS[found[2]])
+        return round(amount * units[found[2]])
     if amount > 100:
         raise ValueError(f"a memory budget of {text.strip()} is more than there is")
     if total is None:

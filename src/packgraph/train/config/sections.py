@@ -386,6 +386,8 @@ class RunConfig:
     tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so
         their number varies.
     log_every: steps between two lines of a log that is no terminal.
+    profile: steps that are traced once graphs are captured, into profile/rank-0.json in the run's
+        folder, for Perfetto; 0 = none.
     checkpoint_every: steps between two checkpoints, and one at the end; 0 = none at all, so that
         nothing can go on.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
@@ -423,6 +425,7 @@ class RunConfig:
     steps: int = 100
     tokens_per_step: int = 4096
     log_every: int = 10
+    profile: int = 0
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
     async_checkpoints: bool = True
@@ -456,6 +459,7 @@ class RunConfig:
                 f"checkpoint_every must not be negative, got {self.checkpoint_every}": (
                     self.checkpoint_every < 0
                 ),
+                f"profile must not be negative, got {self.profile}": self.profile < 0,
                 "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes "
                 "none": (self.on_spike == "rollback" and self.checkpoint_every == 0),
                 f"name must be the name of one folder, got {shown(name)}": name is not None

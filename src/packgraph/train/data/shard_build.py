@@ -28,6 +28,7 @@ from zlib import crc32
 import numpy as np
 
 from packgraph.packing.document import Document
+from packgraph.parallel.deferred import cores
 from packgraph.train.config.commands import DataArguments
 from packgraph.train.config.reading import printable
 from packgraph.train.config.sections import DataConfig
@@ -210,7 +211,7 @@ def build_shards(
     with _only_builder(folder):
         manifest = _with_earlier(folder, manifest, tell)
         missing = [number for number in range(manifest.count) if number not in manifest.shards]
-        count = min(workers or len(os.sched_getaffinity(0)), -(-rows // BATCH))
+        count = min(workers or cores(), -(-rows // BATCH))
         answer = partial(
             encode_row, token_bytes=manifest.token_bytes, skips_bad=config.on_bad == "skip"
         )
@@ -285,7 +286,7 @@ def _checked(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yields the faults of shards, in order; as many are read at once as there are cores."""
     numbers = list(numbers)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # a digest holds no thread up
+    with ThreadPoolExecutor(cores()) as pool:  # a digest holds no thread up
         yield from zip(numbers, pool.map(partial(_problems, folder, manifest), numbers))
 
 
