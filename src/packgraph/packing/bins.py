@@ -24,20 +24,20 @@ one works. Places never grow, and neither does the number of rows, whose fixed c
 The idea is that of variable-sized bin packing (D. K. Friesen and M. A. Langston, SIAM J. Comput.
 15, 1986), restricted to the rows where padding is.
 
-`WaitingLengths` is the same for a stream, from lengths alone:
+`PackingWindow` is the same for a stream:
 
     lengths ──▶ waiting (sorted by length) ──▶ one pack at a time
 
 The document that has waited longest opens a pack; then always the longest waiting one that still
 fits joins it, until none does. So nobody waits for ever, and short documents go where padding would
-be. `PackingWindow` packs by this, and plans that need to know what the packer will do run it
-without documents.
+be. Plans that need to know what the packer will do run it without documents (`pack_lengths`).
 """  # noqa: E501
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
+from typing import Generic, TypeVar
 
 from packgraph.packing.capacity import Capacity, CapacitySet
 
@@ -46,6 +46,7 @@ MOST_COMBINATIONS = 4096  # of sizes that are looked through
 MOST_ATTEMPTS = 64  # at packing the same rows again
 NUMBER_BITS = 40  # of the numbers of a stream's documents
 NUMBERS = (1 << NUMBER_BITS) - 1
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -200,41 +201,41 @@ def _fill(
     return [pack for pack in packs if pack.members]
 
 
-class WaitingLengths:
-    """Lengths of waiting documents, in places, numbered in the order they came.
+class PackingWindow(Generic[Item]):
+    """Documents waiting to be packed, as items that the caller knows them by.
 
-    The key of a document is one integer, (length << NUMBER_BITS) - number: in the order of keys the
-    longest stands last, and of equal lengths the one that waits longest. Comparing two integers
-    takes a third of comparing two pairs.
+    They are numbered in the order they came. The key of a document is one integer, (length in
+    places << NUMBER_BITS) - number: in the order of keys the longest stands last, and of equal
+    lengths the one that waits longest. Comparing two integers takes a third of comparing two pairs.
     """
 
     def __init__(self, capacities: CapacitySet) -> None:
         self._capacities = capacities
-        self._keys: dict[int, int] = {}  # by number
+        self._items: dict[int, Item] = {}  # by number, as are the keys
+        self._keys: dict[int, int] = {}
         self._sorted: list[int] = []
         self._oldest = self._next_number = 0  # none that waits is older
 
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def add(self, length: int) -> int:
-        """Let a document of `length` tokens (within the capacities' longest) wait; returns its
-        number."""
-        return self.extend([length])[0]
+    def items(self) -> Iterator[Item]:
+        """Waiting items, longest waiting first: adding them in this order restores the window."""
+        return iter(self._items.values())
 
-    def extend(self, lengths: Sequence[int]) -> range:
-        """Does the same as `add` of one after the other; returns their numbers."""
+    def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:
+        """Let documents of these lengths (within the capacities' longest) wait, in this order."""
         numbers = range(self._next_number, self._next_number + len(lengths))
         multiple, waiting, keys = self._capacities.multiple, self._sorted, self._keys
         for number, length in zip(numbers, lengths, strict=True):
             key = keys[number] = (-(-length // multiple) * multiple << NUMBER_BITS) - number
             insort(waiting, key)
+        self._items.update(zip(numbers, items, strict=True))
         self._next_number = numbers.stop
-        return numbers
 
-    def take(self) -> OpenPack:
-        """Make one pack; its members are numbers, in the order they came. Raises IndexError when
-        none waits."""
+    def take(self) -> tuple[list[Item], OpenPack]:
+        """Chooses one pack of what waits, in the order it came; its members are numbers. Raises
+        IndexError when none waits."""
         keys, waiting, room = self._keys, self._sorted, self._capacities.room
         if not waiting:
             raise IndexError("no document waits to be packed")
@@ -254,7 +255,7 @@ class WaitingLengths:
                 longest = length
             place = bisect_right(waiting, room(tokens, len(members), longest) << NUMBER_BITS) - 1
         members.sort()
-        return OpenPack(members, tokens, longest)
+        return list(map(self._items.pop, members)), OpenPack(members, tokens, longest)
 
 
 def pack_lengths(
@@ -268,10 +269,10 @@ def pack_lengths(
     if window is None:
         yield from best_fit(list(lengths), capacities)
         return
-    waiting = WaitingLengths(capacities)
+    waiting = PackingWindow[None](capacities)
     for length in lengths:
-        waiting.add(length)
+        waiting.extend([length], [None])
         if len(waiting) >= window:
-            yield waiting.take()
+            yield waiting.take()[1]
     while len(waiting):
-        yield waiting.take()
+        yield waiting.take()[1]

@@ -86,15 +86,14 @@ class PackableDocument(Protocol):
         """The document, whose tokens are read now."""
 
 
-def read_documents(documents: Any) -> Iterator[Document]:
-    """All documents of `documents`, in order: an iterable of the forms above, or one collator's
-    output.
+def items_of(documents: Any) -> Any:
+    """Returns the iterable of items that documents are read from, each of the forms above; one
+    collator's output is a list of one.
 
-    Raises ValueError or TypeError with the index of the item that is wrong.
+    Raises TypeError for what is no such iterable.
     """
     if isinstance(documents, Mapping):
-        yield from _from_mapping(documents, "documents")
-        return
+        return [documents]
     if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
         raise TypeError(
             f"documents must be a list of documents (token ids), got {type(documents).__name__}"
@@ -112,8 +111,17 @@ def read_documents(documents: Any) -> Iterator[Document]:
                 "or list(ids) if no row is padded"
             )
         )
-    for index, item in enumerate(documents):
-        yield from read_item(item, f"document {index}")
+    return documents
+
+
+def read_documents(documents: Any) -> Iterator[Document]:
+    """All documents of `documents`, in order.
+
+    Raises ValueError or TypeError with the index of the item that is wrong.
+    """
+    items = items_of(documents)
+    for index, item in enumerate(items):
+        yield from read_item(item, f"document {index}" if items is documents else "documents")
 
 
 def read_item(item: Any, name: str) -> Iterator[Document]:

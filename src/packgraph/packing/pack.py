@@ -4,23 +4,27 @@ capacity for it.
     documents ─▶ parts that fit (`overlong`) ─▶ all at once, or a window (bins.py) ─▶ packs
                           └───────────── counted in a PackReport ─────────────┘
 
-Nothing is dropped or cut in silence, no document waits for ever, and the only state of a stream is
-its window.
+Nothing is dropped or cut in silence, and no document waits for ever. The state of a stream is how
+many items it has read and which parts of them wait; parts are read again when a stream goes on, but
+for those of a source that keeps its own position.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.bins import OpenPack, WaitingLengths, pack_lengths
+from packgraph.packing.bins import OpenPack, PackingWindow, best_fit
+from packgraph.packing.buckets.lengths import Overlong
 from packgraph.packing.capacity import Capacity, CapacitySet
-from packgraph.packing.document import Document, PackableDocument, read_documents
+from packgraph.packing.document import Document, PackableDocument, items_of, read_item
 
-Overlong = Literal["error", "split", "drop"]
-Item = TypeVar("Item")
+VERSION = 1  # of the state of a stream
 Part = TypeVar("Part", bound=PackableDocument)
 
 
@@ -127,32 +131,6 @@ class PlannedPack:
         return PackedBatch.of_documents(self.read(), self.capacity)
 
 
-class PackingWindow(Generic[Item]):
-    """Documents waiting to be packed, as items that the caller knows them by."""
-
-    def __init__(self, capacities: CapacitySet) -> None:
-        self._capacities = capacities
-        self._lengths = WaitingLengths(capacities)
-        self._waiting: dict[int, Item] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def items(self) -> Iterator[Item]:
-        """Waiting items, longest waiting first: adding them in this order restores the window."""
-        return iter(self._waiting.values())
-
-    def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:
-        """Let documents of these lengths (within the capacities' longest) wait, in this order."""
-        self._waiting.update(zip(self._lengths.extend(lengths), items, strict=True))
-
-    def take(self) -> tuple[list[Item], OpenPack]:
-        """Choose one pack of what waits, in the order it came. Raises IndexError when none
-        waits."""
-        chosen = self._lengths.take()
-        return list(map(self._waiting.pop, chosen.members)), chosen
-
-
 def pack(
     documents: Any,
     capacities: Capacity | Iterable[Capacity],
@@ -192,9 +170,10 @@ def pack(
         >>> batch.tokens.tolist(), batch.cu_seqlens.tolist()
         ([5, 6, 7, 8, 9, 0, 0, 0], [0, 3, 5])
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 document, got {window}")
-    return list(_packs(documents, capacities, window, overlong, report, multiple))
+    stream = PackStream(
+        documents, capacities, 1 if window is None else window, overlong, report, multiple
+    )
+    return list(stream) if window is not None else stream.take_all()
 
 
 def pack_stream(
@@ -205,7 +184,7 @@ def pack_stream(
     overlong: Overlong = "error",
     report: PackReport | None = None,
     multiple: int = 1,
-) -> Iterator[PackedBatch]:
+) -> "PackStream":
     """Packs a stream of documents lazily.
 
     Args:
@@ -217,7 +196,8 @@ def pack_stream(
         multiple: As in `packgraph.pack`.
 
     Returns:
-        An iterator of packed batches on the host.
+        An iterator of packed batches on the host, whose position `state_dict` and `load_state_dict`
+        save and restore.
 
     Raises:
         ValueError: At once if `window`, `capacities` or `overlong` is illegal; while iterating if a
@@ -229,36 +209,222 @@ def pack_stream(
         >>> [batch.tokens.tolist() for batch in stream]
         [[1, 1, 1, 1, 2, 2, 2, 2], [3, 3, 3, 3, 4, 4, 4, 4]]
     """
-    if window < 1:
-        raise ValueError(f"window must be at least 1 document, got {window}")
-    return _packs(documents, capacities, window, overlong, report, multiple)
+    return PackStream(documents, capacities, window, overlong, report, multiple)
 
 
-def _packs(
-    documents: Any,
-    capacities: Capacity | Iterable[Capacity],
-    window: int | None,
-    overlong: Overlong,
-    report: PackReport | None,
-    multiple: int,
-) -> Iterator[PackedBatch]:
-    """Packs of a window of documents at a time, or of all at once."""
-    check_choice(overlong)
-    allowed, counts = CapacitySet(capacities, multiple), PackReport() if report is None else report
-    waiting, numbers = dict[int, Document](), itertools.count()
+class _Part(NamedTuple):
+    """A document, and where it comes from: which part of which item."""
 
-    def lengths() -> Iterator[int]:
-        for index, document in enumerate(read_documents(documents)):
-            name = f"document {index}"
-            for part in fitting_parts(document, allowed.longest, overlong, counts, name):
-                waiting[next(numbers)] = part
-                yield len(part)
+    item: int
+    number: int
+    document: Document
 
-    def packs() -> Iterator[PackedBatch]:
-        for planned in pack_lengths(lengths(), allowed, window=window):
-            chosen = [waiting.pop(member) for member in planned.members]
-            batch = PackedBatch.of_documents(chosen, planned.capacity(allowed))
-            counts.count_pack(batch.num_documents, batch.num_tokens, batch.capacity.tokens)
-            yield batch
 
-    return packs()
+class PackStream(IterableDataset[PackedBatch], Iterator[PackedBatch]):
+    """Iterator of packed batches, returned by `packgraph.pack_stream`.
+
+    Its position can be saved between any two batches, and restored in another process: the next
+    batches are then, bit by bit, those of a stream that was never interrupted. The methods are
+    those that torchdata's `StatefulDataLoader` looks for, and `torch.distributed.checkpoint`.
+
+    Args:
+        documents, capacities, window, overlong, report, multiple: As for `packgraph.pack_stream`.
+
+    Attributes:
+        report: Counts of what was packed so far.
+
+    Examples:
+        >>> documents, capacity = [[n] * 4 for n in range(1, 7)], packgraph.Capacity(8, 2)
+        >>> stream = packgraph.pack_stream(documents, capacity)
+        >>> _ = next(stream)
+        >>> position = stream.state_dict()
+        >>> again = packgraph.pack_stream(documents, capacity)
+        >>> again.load_state_dict(position)
+        >>> next(again).tokens.tolist()
+        [3, 3, 3, 3, 4, 4, 4, 4]
+    """
+
+    def __init__(
+        self,
+        documents: Any,
+        capacities: Capacity | Iterable[Capacity],
+        window: int,
+        overlong: Overlong,
+        report: PackReport | None,
+        multiple: int,
+    ) -> None:
+        check_choice(overlong)
+        if window < 1:
+            raise ValueError(f"window must be at least 1 document, got {window}")
+        self._given, self._size, self._overlong = documents, window, overlong
+        self._capacities = CapacitySet(capacities, multiple)
+        self._has_position = all(
+            hasattr(documents, name) for name in ("state_dict", "load_state_dict")
+        )
+        self._settings = {
+            "capacities": [
+                [one.tokens, one.documents, one.bound] for one in self._capacities.sorted
+            ],
+            "window": window,
+            "overlong": overlong,
+            "multiple": multiple,
+            "documents.state_dict": self._has_position,
+        }
+        self.report = PackReport() if report is None else report
+        self._window = PackingWindow[_Part](self._capacities)
+        self._pending = deque[_Part]()  # read, but the window is full
+        self._items: Iterator[Any] | None = None
+        self._read, self._ended = 0, False
+
+    def __iter__(self) -> "PackStream":
+        """Returns itself. Raises RuntimeError if it is the data set of several workers, which would
+        pack the same documents each."""
+        info = get_worker_info()
+        if info is not None and info.dataset is self and info.num_workers > 1:
+            raise RuntimeError(
+                f"{info.num_workers} workers of a DataLoader would each pack all documents: use "
+                "one worker, or an IterableDataset whose __iter__ returns packgraph.pack_stream"
+                "(...) of the documents of its worker (torch.utils.data.get_worker_info)"
+            )
+        return self
+
+    def __next__(self) -> PackedBatch:
+        """Returns the next batch. Raises ValueError for a document that cannot be packed."""
+        while len(self._window) < self._size and (self._pending or self._read_item()):
+            if self._pending:
+                part = self._pending.popleft()
+                self._window.extend([len(part.document)], [part])
+        if not len(self._window):
+            raise StopIteration
+        return self._batch(*self._window.take())
+
+    def take_all(self) -> list[PackedBatch]:
+        """Returns all batches, packed together instead of a window at a time."""
+        while self._read_item():
+            pass
+        parts = [*self._pending]
+        packs = best_fit([len(part.document) for part in parts], self._capacities)
+        return [self._batch([parts[number] for number in one.members], one) for one in packs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position: numbers, lists and dicts of them, which JSON and `torch.save` keep.
+
+        Documents that wait are named by their place in `documents`, which are read again. Where
+        `documents` has `state_dict` and `load_state_dict` itself (a streamed data set of Hugging
+        Face, a `StatefulDataLoader`), its state is part of this one, as are the tokens of documents
+        that wait: it is never read from its beginning.
+        """
+        waiting = [
+            [
+                item,
+                number,
+                one.tokens.tolist(),
+                None if one.targets is None else one.targets.tolist(),
+            ]
+            if self._has_position
+            else [item, number, len(one)]
+            for item, number, one in (*self._window.items(), *self._pending)
+        ]
+        return {
+            "version": VERSION,
+            "settings": self._settings,
+            "read": self._read,
+            "ended": self._ended,
+            "waiting": waiting,
+            "report": self.report.state_dict(),
+        } | ({"documents": self._given.state_dict()} if self._has_position else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; before the first batch is asked for.
+
+        The stream must have been made as that one: of the same documents from their beginning, and
+        with the same options.
+
+        Raises:
+            ValueError: If the state is that of another stream; names what differs.
+            RuntimeError: If documents have been read from an iterator, which cannot go back.
+        """
+        if not self._has_position and self._items is self._given:
+            raise RuntimeError(
+                "documents is an iterator that was read from: make another stream, of the same "
+                "documents from their beginning, and load the state before its first batch"
+            )
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
+            raise ValueError(
+                f"the state is none of packgraph.pack_stream, version {VERSION}: {state!r:.80}"
+            )
+        differences = [
+            f"{name} was {state['settings'].get(name)!r}, is {value!r}"
+            for name, value in self._settings.items()
+            if state["settings"].get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                "the stream cannot go on with other arguments than before: "
+                + "; ".join(differences)
+            )
+        if self._has_position:
+            self._items = None
+            self._given.load_state_dict(state["documents"])
+            waiting = [
+                _Part(item, number, Document(*(ids and np.array(ids, np.int64) for ids in lists)))
+                for item, number, *lists in state["waiting"]
+            ]
+        else:
+            waiting = self._read_again(state["read"], state["waiting"])
+        self._window, self._pending = PackingWindow[_Part](self._capacities), deque(waiting)
+        self._read, self._ended = state["read"], state["ended"]
+        self.report.load_state_dict(state["report"])
+
+    def _read_item(self) -> bool:
+        """Read the parts of the next item; False at the end."""
+        if self._items is None:
+            self._items = iter(items_of(self._given))
+        for item in () if self._ended else self._items:
+            self._read += 1
+            self._pending += self._parts(self._read - 1, item)
+            return True
+        self._ended = True  # a loader that is asked again would begin again
+        return False
+
+    def _batch(self, parts: Sequence[_Part], packed: OpenPack) -> PackedBatch:
+        """Packs these parts; counted."""
+        batch = PackedBatch.of_documents(
+            [part.document for part in parts], packed.capacity(self._capacities)
+        )
+        self.report.count_pack(batch.num_documents, batch.num_tokens, batch.capacity.tokens)
+        return batch
+
+    def _parts(self, index: int, item: Any) -> list[_Part]:
+        """Parts of an item that go into packs; counted."""
+        name = "documents" if isinstance(self._given, Mapping) else f"document {index}"
+        given = self._capacities.longest, self._overlong, self.report, name
+        found = (
+            part for document in read_item(item, name) for part in fitting_parts(document, *given)
+        )
+        return [_Part(index, number, part) for number, part in enumerate(found)]
+
+    def _read_again(self, read: int, waiting: Iterable[Sequence[int]]) -> list[_Part]:
+        """Reads waiting parts again, [item, number, tokens] each; what is read next comes after the
+        first `read` items."""
+        documents, wanted = items_of(self._given), {item for item, *_ in waiting}
+        if isinstance(documents, Sequence) or hasattr(documents, "__getitems__"):  # by its place
+            places: Sequence[int] = [one for one in sorted(wanted) if one < len(documents)]
+            source: Iterator[Any] = map(documents.__getitem__, places)
+            items: Iterator[Any] = map(documents.__getitem__, range(read, len(documents)))
+        else:
+            places, source = range(read), iter(documents)
+            items = source
+        parts = {
+            (index, part.number, len(part.document)): part
+            for index, item in zip(places, source)
+            if index in wanted
+            for part in self._parts(index, item)
+        }
+        if missing := [one for one in map(tuple, waiting) if one not in parts]:
+            raise ValueError(
+                f"document {missing[0][0]} is not the one that the state was saved with, of which "
+                f"{missing[0][2]} tokens waited: pass the same documents, from their beginning"
+            )
+        self._items = items
+        return [parts[item, number, length] for item, number, length in waiting]

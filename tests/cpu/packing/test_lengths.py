@@ -2,7 +2,7 @@
 
 import pytest
 
-from packgraph.packing.bins import OpenPack, WaitingLengths, pack_lengths
+from packgraph.packing.bins import OpenPack, PackingWindow, pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.pack import pack
 
@@ -32,7 +32,7 @@ def test_lengths_are_packed_as_documents_are(capacities, window, data):
 
 def test_nothing_to_take():
     with pytest.raises(IndexError, match="no document waits"):
-        WaitingLengths(CapacitySet(Capacity(4, 1))).take()
+        PackingWindow(CapacitySet(Capacity(4, 1))).take()
 
 
 @given(
@@ -52,7 +52,7 @@ def test_room_is_that_of_the_roomiest_capacity(capacities, tokens, documents, lo
 
 
 def naive_packs(lengths, capacities, window):
-    """The specification of `WaitingLengths`, by scans: the longest waiting opens a pack; then the
+    """The specification of `PackingWindow`, by scans: the longest waiting opens a pack; then the
     longest that fits, of equal ones the longest waiting, joins it until none does."""
     waiting, coming, packs = {}, list(enumerate(lengths)), []
     while coming or waiting:
@@ -84,9 +84,12 @@ def test_packs_of_a_window_are_those_of_scans(capacities, window, multiple, data
 
 
 def test_lengths_that_come_together_are_those_that_come_one_by_one():
-    together, single = (WaitingLengths(CapacitySet(Capacity(40, 5))) for _ in range(2))
-    lengths = [7, 7, 33, 1, 12, 40, 7]
-    assert list(together.extend(lengths)) == [single.add(length) for length in lengths]
+    together, single = (PackingWindow(CapacitySet(Capacity(40, 5))) for _ in range(2))
+    lengths, names = [7, 7, 33, 1, 12, 40, 7], "abcdefg"
+    together.extend(lengths, names)
+    for length, name in zip(lengths, names):
+        single.extend([length], [name])
+    assert [*together.items()] == [*names]
     while len(single):
         assert together.take() == single.take()
     assert not len(together)

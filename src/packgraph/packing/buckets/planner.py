@@ -188,8 +188,12 @@ def proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner
 
 def _stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
     """The best set for each cap on the documents of a row."""
-    request = judge.request
-    for cap in _caps(judge.fills([(top_tokens, top_tokens)])):
+    request, natural = judge.request, judge.fills([(top_tokens, top_tokens)])
+    counts = sorted(documents for (_, documents), rows in natural.items() for _ in range(rows))
+    last = len(counts) - 1
+    for cap in sorted(
+        {counts[min(last, int(share * len(counts)))] for share in CAPS}, reverse=True
+    ):
         top = (top_tokens, cap)
         fills = judge.fills([top])
         yield best_set(fills, grid_of(fills, top, request.multiple), request.cost, most).corners
@@ -212,14 +216,6 @@ def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple
         top = (top_tokens, max(documents for _, documents in fills))
         grid = Grid(sizes, grid_of(fills, top, request.multiple).documents)
         yield best_set(fills, grid, request.cost, most).corners
-
-
-def _caps(natural: Fills) -> list[int]:
-    """Documents that these shares of the rows do not exceed, most first."""
-    counts = sorted(documents for (_, documents), rows in natural.items() for _ in range(rows))
-    return sorted(
-        {counts[min(len(counts) - 1, int(share * len(counts)))] for share in CAPS}, reverse=True
-    )
 
 
 @dataclass(frozen=True)
