@@ -330,7 +330,7 @@ class Graphed(Way):
             compile=compile,
         )
         # As a pipeline does: gradients of hidden states stay in the slot.
-        control(self.graphed).lends = work.hidden is not None
+        control(self.graphed).capturer.lends = work.hidden is not None
         self.used: dict[Capacity, PackedBatch] = {}
         self.by_autograd = 0
 

@@ -302,7 +302,7 @@ def test_several_threads_cost_a_copy_of_gradients() -> None:
 
     def taken() -> int:
         """Bytes of gradients and of what graphs add to."""
-        buffers = control(graphed)._capturer._buffers.made.values()
+        buffers = control(graphed).capturer._buffers.made.values()
         held = [*(buffer.tensor for buffer in buffers), *(p.grad for p in graphed.parameters())]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in held}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

@@ -191,7 +191,7 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
         else:
             loss = pipeline.step(batches, tokens)
         for chunk in graphed if poison else ():
-            for slot in chunk._slots._free:
+            for slot in chunk.slots._free:
                 slot.poison()
         trace += [
             loss.clone(),
@@ -201,7 +201,7 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
         optimizer.step()
         optimizer.zero_grad()
     stats = [
-        (c.stats.captured, c.stats.replayed, dict(c.stats.fallbacks), c._slots.in_flight())
+        (c.stats.captured, c.stats.replayed, dict(c.stats.fallbacks), c.slots.in_flight())
         for c in graphed
     ]
     step_stats = pipeline.step_stats

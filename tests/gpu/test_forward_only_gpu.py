@@ -54,7 +54,7 @@ def test_calls_without_gradients_replay_in_the_pool_of_training(mode, training):
             with MODES[mode]():
                 outs.append(model(*inputs))
         assert all(torch.equal(outs[0][name], outs[1][name]) for name in outs[0])
-        assert packgraph.control(graphed)._slots.in_flight() == 0
+        assert packgraph.control(graphed).slots.in_flight() == 0
     assert dict(graphed.stats.fallbacks) == {"warm-up": 1} and graphed.stats.replayed == 6
     assert graphed.stats.pool_bytes == pool
 

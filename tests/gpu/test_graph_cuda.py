@@ -236,7 +236,10 @@ def test_close_frees_the_pools():
     gc.collect()
     torch.cuda.empty_cache()
     assert graphed.stats.pool_bytes == 0
-    assert torch.cuda.memory_reserved() - before - graphed._backend.workspaces.nbytes() < 32 << 20
+    assert (
+        torch.cuda.memory_reserved() - before - graphed.capture_backend.workspaces.nbytes()
+        < 32 << 20
+    )
 
 
 def forget_workspaces():
@@ -252,7 +255,7 @@ def test_workspaces_that_torch_forgets_stay_mapped_while_graphs_write_to_them(sc
     """An illegal memory access before the workspaces had a pool of their own."""
     eager = train(cuda_toy(), steps=6, device="cuda")
     graphed = graph(cuda_toy(), scope=scope, granularity="layer")
-    workspaces = graphed._backend.workspaces
+    workspaces = graphed.capture_backend.workspaces
     before = workspaces.nbytes()
     assert before > 0
     results = train(graphed, steps=6, between=lambda *_: forget_workspaces(), device="cuda")
@@ -267,7 +270,7 @@ def test_workspaces_are_freed_with_the_module_and_streams_may_come_again():
     for _ in range(40):  # more than torch has streams
         graphed = graph(cuda_toy(layers=1), warmup=0)
         train(graphed, steps=1, device="cuda")
-        handle = tuple(graphed._backend.workspaces.handle)
+        handle = tuple(graphed.capture_backend.workspaces.handle)
         graphed.close()
     del graphed
     gc.collect()

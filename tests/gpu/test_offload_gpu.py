@@ -230,7 +230,7 @@ def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_rando
                 runtime.end_step()
         assert called.stats.replayed == 3
         found.append([parameter.grad for parameter in module.parameters()])
-        assert all(slot.pool.host.arenas.nbytes() == 0 for slot in called._slots.all)
+        assert all(slot.pool.host.arenas.nbytes() == 0 for slot in called.slots.all)
     assert same(*found) and runtime.copy_streams.memories.arenas.nbytes() == 0
 
 

@@ -153,5 +153,5 @@ def train(
 
 def poison_free_slots(model, step):
     """Overwrite the memory of every slot that no microbatch owns."""
-    for slot in list(model._slots._free):
+    for slot in list(model.slots._free):
         slot.poison()

@@ -188,7 +188,7 @@ def foretold_and_taken(
 
 def _poison(called, wanted: bool) -> None:
     if wanted and isinstance(called, GraphedModule):
-        for slot in called._slots._free:
+        for slot in called.slots._free:
             slot.poison()
 
 

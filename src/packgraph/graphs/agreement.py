@@ -93,6 +93,7 @@ class JointCaptures:
         calls: Calls of the module so far; equally many on all ranks.
         consensus: Communication with the other ranks.
         is_alone: Whether this rank captures as it likes.
+        owed: The call that all capture, until they have confirmed it.
     """
 
     def __init__(self, consensus: Consensus = alone) -> None:
@@ -100,7 +101,7 @@ class JointCaptures:
         self.is_alone = consensus is alone
         self._in_vain, self._agreed = 0, 0
         self._last = -1, "", EAGER
-        self._owed: str | None = None  # the call that all capture, until they have confirmed it
+        self.owed: str | None = None
 
     def decide(self, wish: str, what: str) -> str:
         """CAPTURE, START_OVER or EAGER in the present call; asks the other ranks once per call.
@@ -124,7 +125,7 @@ class JointCaptures:
                 self._part()
             else:
                 self._in_vain, self._agreed = 0, self._agreed + 1
-        self._last, self._owed = (self.calls, what, found), None if found == EAGER else what
+        self._last, self.owed = (self.calls, what, found), None if found == EAGER else what
         return found
 
     def confirm(self, error: CaptureError | None = None) -> CaptureError | None:
@@ -137,7 +138,7 @@ class JointCaptures:
         Returns:
             Why some rank cannot, or None; None where nothing was agreed on.
         """
-        what, self._owed = self._owed, None
+        what, self.owed = self.owed, None
         if what is None:
             return None
         failed = self.consensus(what, error)
@@ -145,11 +146,6 @@ class JointCaptures:
             self._last = self.calls, what, EAGER
             self._part()
         return failed
-
-    @property
-    def is_owed(self) -> bool:
-        """True if other ranks wait for `confirm`."""
-        return self._owed is not None
 
     def _part(self) -> None:
         self.consensus.note(self._fact)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import JointCaptures
+from packgraph.graphs.agreement import Consensus, JointCaptures
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import Signature
@@ -67,6 +67,11 @@ class GraphCache:
         self.failed, self.waiting = set[Hashable](), dict[Hashable, int]()
         self._failures = Counter[tuple[Hashable, str]]()  # by key and words
         self._tries = Counter[Hashable]()  # that found no memory
+
+    def join(self, consensus: Consensus) -> None:
+        """Ask `consensus` before and after every capture, which other ranks must make, too: a
+        failure of one is a failure of all."""
+        self.joint = JointCaptures(consensus)
 
     def must_wait(self, key: Hashable) -> bool:
         """Returns whether it is too early to capture `key` again, which found no memory; asked once
@@ -114,10 +119,6 @@ class GraphCache:
         self._stats.dropped(_LARGER, slot.forget_smaller(call.key))
         self._stats.captured += made.segments
         self._stats.capture_seconds += time.perf_counter() - started
-
-    def evict(self, key: Hashable, slot: Slot, reason: str) -> None:
-        """Frees the graphs of `key` in `slot`, if there are any, counted under `reason`."""
-        self._stats.dropped(reason, slot.drop(key))
 
     def agree(
         self, what: str, key: Hashable, slot: Slot, error: CaptureError | None

@@ -237,7 +237,7 @@ class Capturer:
             if refused is not None:
                 raise refused
             if not is_there:
-                self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
+                self._stats.dropped(fallback.NEW_PATTERN, slot.drop(call.key))
                 self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
             elif reference is not None:
                 written, read = before.touched()
@@ -298,7 +298,7 @@ class Capturer:
             is_compared = reference.is_met_by(variant, slot, anywhere)
         except CaptureError:
             self._compared.pop(call.key, None)
-            self.cache.evict(call.key, slot, _DIFFERS)
+            self._stats.dropped(_DIFFERS, slot.drop(call.key))
             raise
         if is_compared:
             self._stats.compared += 1

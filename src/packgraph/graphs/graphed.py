@@ -18,8 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import EAGER, START_OVER, Consensus, JointCaptures, consensus_of
-from packgraph.graphs.backend import Backend
+from packgraph.graphs.agreement import EAGER, START_OVER, consensus_of
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import MAX_KEYS, Capturer
 from packgraph.graphs.checks.host_sync import capturing
@@ -41,7 +40,7 @@ from packgraph.graphs.program import Program, open_objects
 from packgraph.graphs.replay import ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, SlotLease, Slots
 from packgraph.graphs.trust import TrustingReader
-from packgraph.graphs.wrapper import HOOKS_OF_ALL, Wrapper, as_in_training, control_of
+from packgraph.graphs.wrapper import CONTROL, HOOKS_OF_ALL, Wrapper, as_in_training
 from packgraph.packing.capacity import Capacity, read_capacities
 from packgraph.torch_internals import ddp_module
 
@@ -146,7 +145,7 @@ def control(graphed: torch.nn.Module) -> "Control":
             "packgraph.control wants the module that packgraph.graph returned, not "
             f"an object of type {type(graphed).__name__}"
         )
-    return cast(Control, control_of(graphed))
+    return cast(Control, vars(graphed)[CONTROL])
 
 
 class GraphedModule(Wrapper):
@@ -170,10 +169,10 @@ class Control:
     Attributes:
         module: The wrapped module.
         stats: Counts of what was captured, replayed and run eagerly.
-        lends: For a pipeline that owns its slots; outputs and the gradients of inputs are handed
-            out as static memory, valid until the slot is released, instead of clones.
-        consensus: Asked before and after every capture, where other ranks must make the same ones;
-            a failure of one is a failure of all.
+        backend: Name of the backend: `cuda` or `recorder`.
+        compiles: True if captured stages are compiled.
+        slots: Slots of its microbatches, for a schedule that owns them.
+        capturer: What was captured, for whoever captures with it.
     """
 
     def __init__(
@@ -196,31 +195,34 @@ class Control:
         self._notices = Notices(type(module).__name__, strict, warmup)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
-        self._slots = Slots(self._backend, self.device, slots)
+        # The backend itself is for others that capture on the same device.
+        self.capture_backend = choose_backend(backend, self.device, module_generators(module))
+        self.backend = self.capture_backend.name
+        self.slots = Slots(self.capture_backend, self.device, slots)
         # Not by `self`, which only the garbage collector would free then.
         self.stats = Stats(
-            trusted=trust, _notice=self._notices.fell_back, _pool_bytes=self._slots.nbytes
+            trusted=trust, _notice=self._notices.fell_back, _pool_bytes=self.slots.nbytes
         )
         reader = TrustingReader(module) if trust else None
         program = Program(module, scope, granularity, choose_compiler(compile, self.stats), reader)
+        self.compiles = program.compiles
         self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
         self._output_gradients = OutputGradients(
             partial(_count, self._notices, self.stats.fallbacks)
         )
         self._lock = threading.RLock()  # of what is noted here; not held while the module runs
-        self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
-        self._capturer = Capturer(
+        self._calls = Calls(self.device, _weakly(self.slots.in_flight_elsewhere))
+        self.capturer = Capturer(
             program,
-            self._backend,
-            self._slots,
+            self.capture_backend,
+            self.slots,
             self._calls,
             self._output_gradients,
             self.stats,
             self._notices,
             compare_every,
         )
-        self.consensus = consensus_of(module)
+        self.capturer.cache.join(consensus_of(module))
         self._closed = False
         self._released: HostWeights | None = None
         # Keys that have held in this block, in which the module does not change; None = no block.
@@ -239,39 +241,6 @@ class Control:
     @strict.setter
     def strict(self, strict: bool) -> None:
         self._notices.strict = strict
-
-    @property
-    def lends(self) -> bool:
-        """True if outputs and the gradients of inputs are handed out as static memory."""
-        return self._capturer.lends
-
-    @lends.setter
-    def lends(self, lends: bool) -> None:
-        self._capturer.lends = lends
-
-    @property
-    def consensus(self) -> Consensus:
-        """Communication with other ranks, before and after every capture that they make, too."""
-        return self._capturer.cache.joint.consensus
-
-    @consensus.setter
-    def consensus(self, consensus: Consensus) -> None:
-        self._capturer.cache.joint = JointCaptures(consensus)
-
-    @property
-    def capture_backend(self) -> Backend:
-        """The backend itself, for others that capture on the same device."""
-        return self._backend
-
-    @property
-    def compiles(self) -> bool:
-        """True if captured stages are compiled."""
-        return self._capturer.program.compiles
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend in use."""
-        return self._backend.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
@@ -293,7 +262,7 @@ class Control:
         self._refuse_released()
         with self._lock:
             self._turn()
-            whole = all(run.captured for run in self._capturer.program.runs)
+            whole = all(run.captured for run in self.capturer.program.runs)
         if torch.is_grad_enabled() or not whole:
             return self.fall_back(fallback.INFERENCE, args, kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -319,10 +288,10 @@ class Control:
 
     def _acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """Does the same as `acquire`, by a thread that is counted among the calls."""
-        joint = self._capturer.cache.joint
+        joint = self.capturer.cache.joint
         joint.calls += 1
-        if self._calls.shared and not self._slots.launches.shared:
-            with self._slots.launches as launches:
+        if self._calls.shared and not self.slots.launches.shared:
+            with self.slots.launches as launches:
                 launches.shared = True
         if self._released is not None:
             self._refuse_released()
@@ -339,7 +308,7 @@ class Control:
             joint.confirm(error)
             raise
         assert found is not None and not isinstance(found, Signature), "who may capture does"
-        if isinstance(found, str) and joint.is_owed:
+        if isinstance(found, str) and joint.owed is not None:
             joint.confirm(_error(found))
         return found
 
@@ -347,7 +316,7 @@ class Control:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
-        capturer, frozen = self._capturer, self._turn()
+        capturer, frozen = self.capturer, self._turn()
         cache, key = capturer.cache, call_key(args, kwargs, self.device, capturer.training)
         seen, holds = capturer.dry_runs.get(key), False
         if seen is not None and frozen is not None and key in frozen:
@@ -376,7 +345,7 @@ class Control:
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
-            ready = self._slots.acquire_captured(key)
+            ready = self.slots.acquire_captured(key)
             if ready is not None:
                 lease, variant = ready
                 if variant.is_current:
@@ -388,15 +357,15 @@ class Control:
     def _turn(self) -> set[Any] | None:
         """Take up the mode that the module is in now. Nothing is known to be frozen in another
         one; returns what is in this."""
-        if self.module.training is not self._capturer.training:
-            self._capturer.training, self._frozen = self.module.training, None
+        if self.module.training is not self.capturer.training:
+            self.capturer.training, self._frozen = self.module.training, None
         return self._frozen
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
         variant.replays_left -= 1
         self._notices.replays = True
-        capturer = self._capturer
+        capturer = self.capturer
         return ReplayHandle(
             capturer.program,
             variant,
@@ -408,18 +377,18 @@ class Control:
         )
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
-        call = signature(args, kwargs, self.device, self._capturer.training)
+        call = signature(args, kwargs, self.device, self.capturer.training)
         if call is None:
             return fallback.NO_KEY
-        if self._capturer.has_failed(call.key):
+        if self.capturer.has_failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._capturer.check_state(call.key, self._in_words(call, args), args, kwargs)
+        reason = self.capturer.check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
-        if self._capturer.cache.must_wait(call.key):
+        if self.capturer.cache.must_wait(call.key):
             return fallback.NO_MEMORY
-        if call.key not in self._capturer.dry_runs:
-            if len(self._capturer.dry_runs) >= MAX_KEYS:
+        if call.key not in self.capturer.dry_runs:
+            if len(self.capturer.dry_runs) >= MAX_KEYS:
                 return fallback.TOO_MANY_KEYS
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
         return call
@@ -428,13 +397,13 @@ class Control:
         self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | str | None:
         """None: a capture is due, which this thread may not make now."""
-        lease = self._slots.acquire(call.key)
+        lease = self.slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
         variant = lease.slot.variants.get(call.key)
         if variant is not None and variant.is_current:
             return self._handle(lease, variant)
-        capturer, what = self._capturer, self._in_words(call, args)
+        capturer, what = self.capturer, self._in_words(call, args)
         with contextlib.ExitStack() as unless_captured:
             unless_captured.callback(lease.release)
             if not self._calls.may_capture():
@@ -444,7 +413,7 @@ class Control:
                 lease.release()
                 self._frozen = None if self._frozen is None else set()
                 reason = capturer.check_state()
-                lease = None if reason is not None else self._slots.acquire(call.key)
+                lease = None if reason is not None else self.slots.acquire(call.key)
                 if lease is None:
                     return reason or fallback.NO_SLOT
                 unless_captured.callback(lease.release)
@@ -461,15 +430,15 @@ class Control:
 
     def _in_words(self, call: Signature, args: tuple[Any, ...]) -> str | None:
         """A call by which ranks agree about its capture; None where no others make it."""
-        if self._capturer.cache.joint.is_alone:
+        if self.capturer.cache.joint.is_alone:
             return None
         name, (grads, nbytes) = call_name(self.module, args), call.size
-        mode = "training" if self._capturer.training else "evaluation"
+        mode = "training" if self.capturer.training else "evaluation"
         return f"{name} in {mode} mode, gradients {'on' if grads else 'off'}, {nbytes} bytes"
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
         """The reason to run a call eagerly whose capture has failed."""
-        reason, is_news = self._capturer.cache.give_up(call.key, error)
+        reason, is_news = self.capturer.cache.give_up(call.key, error)
         if reason == fallback.NO_MEMORY:
             self._notices.complain(
                 error, reason, "running eagerly for now, because a capture found no memory"
@@ -490,34 +459,17 @@ class Control:
         self._turn()
         if self._refusal is not None:
             self._ask_for_refusal()
-        if self._capturer.check_state() is None:
+        if self.capturer.check_state() is None:
             self._frozen = set()
         try:
             yield
         finally:
             self._frozen = None
 
-    def has_free_slot(self) -> bool:
-        """Returns whether `acquire` would find a slot now."""
-        return self._slots.has_free()
-
-    def hold_slot(self) -> SlotLease:
-        """A slot for a microbatch that runs eagerly under a schedule, so that slots are counted as
-        in a replay.
-
-        Raises RuntimeError when all are in flight.
-        """
-        return self._slots.reserve(1)[0]
-
-    @property
-    def has_one_slot(self) -> bool:
-        """True if there is never more than one slot."""
-        return self._slots.limit == 1
-
     @property
     def failures(self) -> int:
         """Number of keys that could not be captured."""
-        return len(self._capturer.cache.failed)
+        return len(self.capturer.cache.failed)
 
     def build(
         self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
@@ -548,29 +500,29 @@ class Control:
             reason = self._ask_for_refusal() or reason_around()
             if not self._may_build(reason or (fallback.PATCHED if self._is_patched() else None)):
                 return
-            leases = self._slots.reserve(slots or self._slots.limit or 1)
+            leases = self.slots.reserve(slots or self.slots.limit or 1)
             for lease in leases:
                 held.callback(lease.release)
             busy = CaptureError(
                 fallback.BUSY, user_line(), "build graphs before other threads call the module"
             )
             for lease, (call, args) in itertools.product(leases, calls):
-                if call.key in self._capturer.cache.failed:
+                if call.key in self.capturer.cache.failed:
                     continue
                 try:
                     what = call_name(self.module, args)
                     with self._calls.capture() as free:
                         refused = None if free else busy
-                        self._capturer.captured(call, lease.slot, args, {}, what, refused)
+                        self.capturer.captured(call, lease.slot, args, {}, what, refused)
                 except CaptureError as error:
                     self._notices.complain(error)
 
     def _may_build(self, reason: str | None) -> bool:
         """Tells whether all ranks that build together can. reason: why this one cannot, or None."""
-        cache = self._capturer.cache
+        cache = self.capturer.cache
         if cache.joint.is_alone:
-            return reason is None and self._capturer.check_state() is None
-        changed = self._capturer.check_state_with_others()  # all ranks ask
+            return reason is None and self.capturer.check_state() is None
+        changed = self.capturer.check_state_with_others()  # all ranks ask
         reason = reason or changed
         error = None if reason is None else _error(reason)
         failed = cache.joint.consensus(type(self.module).__name__, error)
@@ -581,7 +533,7 @@ class Control:
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
         self._closed, self._frozen = True, None
-        self._slots.clear()
+        self.slots.clear()
         self._notices.end()
 
     def release(self) -> int:
@@ -602,13 +554,13 @@ class Control:
         """
         self._refuse_released()
         with self._calls.capture() as free:
-            if not free or self._slots.in_flight():
+            if not free or self.slots.in_flight():
                 raise RuntimeError(
                     "release() between steps only: a microbatch waits for its backward, or another "
                     "thread is inside the module"
                 )
             self._released, self._frozen = HostWeights(self.module), None
-            self._capturer.start_over("weights were released")
+            self.capturer.start_over("weights were released")
         free_memory(self.device)
         return self._released.nbytes
 
@@ -648,7 +600,7 @@ class Control:
         calls = [
             self._signature(args, *modes) for modes in itertools.product((True, False), repeat=2)
         ]
-        return sum(self._slots.drop(call.key) for call in calls if call is not None)
+        return sum(self.slots.drop(call.key) for call in calls if call is not None)
 
     def _signature(
         self, args: tuple[Any, ...], training: bool = True, grads: bool = True
@@ -656,21 +608,6 @@ class Control:
         """The signature of a call in these modes, whatever modes there are now."""
         with torch.inference_mode(False), torch.set_grad_enabled(grads):
             return signature(args, {}, self.device, training)
-
-    def forget_all(self) -> int:
-        """Does the same as `forget` for all calls. Unlike after `close`, what is compiled stays in
-        use for eager calls."""
-        return self._capturer.forget_all()
-
-    def place_gradients(self, homes: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Let graphs add the gradients of parameters to these tensors, which are then their
-        `.grad`; graphs captured before are freed. Call it with no backward due."""
-        self._capturer.place_gradients({id(parameter): home for parameter, home in homes.items()})
-
-    def forget_code(self) -> None:
-        """Whatever is compiled is tried out once more before the next capture: on another rank that
-        has failed, and ranks that exchange data in it must all begin at the same point again."""
-        self._capturer.compiled.clear()
 
     @contextlib.contextmanager
     def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
@@ -698,27 +635,27 @@ class Control:
                     user_line(),
                     "trace memory before it begins",
                 )
-            reason = self._capturer.check_state()
+            reason = self.capturer.check_state()
             if reason is not None:
                 raise CaptureError(
                     reason, user_line(), "graphs add to the gradients of leaf parameters"
                 )
-            self._capturer.compile(call, args, {})  # first by itself, as before a capture
-            yield self._capturer.program, self._output_gradients.of(call.key)
+            self.capturer.compile(call, args, {})  # first by itself, as before a capture
+            yield self.capturer.program, self._output_gradients.of(call.key)
 
     def refused_with_others(self) -> CaptureError | None:
         """Returns the reason why the module cannot be captured at all as it is, or None, before a
         trial that all ranks make: if it has changed on one of them, all drop their graphs."""
         reason = None
-        if not self._capturer.cache.joint.is_alone:
+        if not self.capturer.cache.joint.is_alone:
             with as_in_training(self.module):
                 self._turn()
-                reason = self._capturer.check_state_with_others()
+                reason = self.capturer.check_state_with_others()
         return unsupported_error(self.module) if reason is None else _error(reason)
 
     def _is_patched(self) -> bool:
         """Returns whether stages stand for another forward than the one that the module has."""
-        return self._capturer.program.staged and (
+        return self.capturer.program.staged and (
             "forward" in vars(self.module)
             or getattr(type(self.module), "forward", None) is not self._forward_of_class
         )
@@ -744,7 +681,7 @@ class Control:
                 ),
             )
         result = self.run_eagerly(*args, **kwargs)
-        self._capturer.note_failed()
+        self.capturer.note_failed()
         if reason == fallback.WARM_UP:
             key = call_key(args, kwargs, self.device, self.module.training)
             self._output_gradients.watch(key, open_objects(result))
@@ -753,7 +690,7 @@ class Control:
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
-        compiler = self._capturer.program.compiler
+        compiler = self.capturer.program.compiler
         if (compiler is None and not capturing()) or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
@@ -761,7 +698,7 @@ class Control:
         # counted.
         counts = compiler.counting() if compiler and capturing() else contextlib.nullcontext()
         with self._calls, counts:
-            return self._capturer.program.call(args, kwargs)
+            return self.capturer.program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether the call's stages are compiled, which they are now if a replay of this
@@ -774,7 +711,7 @@ class Control:
             or undeclared(args, kwargs, self.capacities) is not None
         ):
             return False
-        cache = self._capturer.cache
+        cache = self.capturer.cache
         with self._lock:
             if not capturing():
                 self._turn()
@@ -785,15 +722,15 @@ class Control:
             # out
             if capturing():
                 return True
-            if self._capturer.check_state(call.key, None, args, kwargs) is not None:
+            if self.capturer.check_state(call.key, None, args, kwargs) is not None:
                 return False
-            if call.key in self._capturer.compiled:
+            if call.key in self.capturer.compiled:
                 return True
         with self._calls.capture() as free:
             if not free:
                 return False
             try:
-                self._capturer.compile(call, args, kwargs)
+                self.capturer.compile(call, args, kwargs)
             except CaptureError as error:
                 cache.failed.add(call.key)
                 self._notices.complain(error)

@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import Consensus, JointCaptures
 from packgraph.graphs.backend import (
     Backend,
     Graph,
@@ -157,16 +156,7 @@ class GraphedStep:
         self.agreement: Agreement = own
         self.all_agree = False
         self.stats = Stats(_pool_bytes=lambda: slot.pool.nbytes())
-        self._cache = GraphCache(self.stats, device)
-
-    @property
-    def consensus(self) -> Consensus:
-        """Communication with other ranks, after every capture of a step that they make, too."""
-        return self._cache.joint.consensus
-
-    @consensus.setter
-    def consensus(self, consensus: Consensus) -> None:
-        self._cache.joint = JointCaptures(consensus)
+        self.cache = GraphCache(self.stats, device)
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns its result; gradients are added to `.grad`."""
@@ -217,19 +207,19 @@ class GraphedStep:
                 "leave the module as it is, or change it before the first step is captured",
             )
         if agreed is Standing.EAGER:
-            if call.key in self._cache.failed:
+            if call.key in self.cache.failed:
                 return fallback.CAPTURE_FAILED
             mine = standing is Standing.EAGER
             return fallback.TOO_MANY_KEYS if mine else fallback.OTHER_RANK
         failed: CaptureError | None = None
         try:
-            self._cache.capture(call, self._slot, lambda: self._captured(call.key, args))
+            self.cache.capture(call, self._slot, lambda: self._captured(call.key, args))
         except FailedTogetherError:
-            self._cache.failed.add(call.key)
+            self.cache.failed.add(call.key)
             raise
         except CaptureError as error:
             failed = error
-        failed = self._cache.agree(WHOLE, call.key, self._slot, failed)
+        failed = self.cache.agree(WHOLE, call.key, self._slot, failed)
         if failed is not None:
             raise failed
         self._stale.discard(call.key)
@@ -245,7 +235,7 @@ class GraphedStep:
         if call is None:
             return Standing.EAGER
         if call.key in self._guards and not self._guards[call.key].holds():
-            if self._cache.joint.is_alone:
+            if self.cache.joint.is_alone:
                 self._drop_captured()
             else:
                 self._stale.update(self._slot.variants)
@@ -255,7 +245,7 @@ class GraphedStep:
                 return Standing.CAPTURED
             return Standing.STALE if self.all_agree else Standing.EAGER
         full = len(self._slot.variants) >= self.limit
-        return Standing.EAGER if full or call.key in self._cache.failed else Standing.NEW
+        return Standing.EAGER if full or call.key in self.cache.failed else Standing.NEW
 
     def others_replay(self, *args: Any) -> bool:
         """Returns whether other ranks replay this step, which this one runs eagerly."""
@@ -285,7 +275,7 @@ class GraphedStep:
     def _meet(self) -> None:
         """Wait for all ranks, if a step ends in work with them. Raises FailedTogetherError if one
         of them has failed."""
-        failed = None if self._finish is None else self.consensus(WHOLE, None)
+        failed = None if self._finish is None else self.cache.joint.consensus(WHOLE, None)
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 

@@ -31,7 +31,7 @@ _SHARED = (
 # Tables of the hooks of all modules of the process, which torch keeps.
 HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 _OWN = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"}) - {*_SHARED, "training"}
-_MODULE, _CONTROL = "_packgraph_module", "_packgraph_control"  # where a wrapper keeps the two
+_MODULE, CONTROL = "_packgraph_module", "_packgraph_control"  # where a wrapper keeps the two
 _CALLED: ContextVar["Wrapper | None"] = ContextVar("packgraph_called_wrapper", default=None)
 
 
@@ -68,7 +68,7 @@ class _Forward:
             return _forward
         if _CALLED.get() is wrapper:
             _CALLED.set(None)
-            return vars(wrapper)[_CONTROL]
+            return vars(wrapper)[CONTROL]
         return wrapped(wrapper).forward
 
     def __set__(self, wrapper: "Wrapper", value: Any) -> None:
@@ -97,7 +97,7 @@ class Wrapper(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, control: Callable[..., Any]) -> None:
         super().__init__()
         shared = {table: vars(module)[table] for table in _SHARED}
-        self.__dict__.update(shared | {_MODULE: module, _CONTROL: control})
+        self.__dict__.update(shared | {_MODULE: module, CONTROL: control})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapper's hooks and, between them, what wraps the module."""
@@ -112,7 +112,7 @@ class Wrapper(torch.nn.Module):
             or any(HOOKS_OF_ALL)
             or own.get("_compiled_call_impl")
         ):
-            return own[_CONTROL](*args, **kwargs)
+            return own[CONTROL](*args, **kwargs)
         token = _CALLED.set(self)
         try:
             return super().__call__(*args, **kwargs)
@@ -130,10 +130,10 @@ class Wrapper(torch.nn.Module):
             if (
                 hasattr(type(module), name)
                 or (name[:2] == name[-2:] == "__")
-                or not hasattr(own[_CONTROL], name)
+                or not hasattr(own[CONTROL], name)
             ):
                 raise
-        return getattr(own[_CONTROL], name)
+        return getattr(own[CONTROL], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (
@@ -151,7 +151,7 @@ class Wrapper(torch.nn.Module):
         delattr(wrapped(self), name)
 
     def __dir__(self) -> list[str]:
-        public = (name for name in dir(vars(self)[_CONTROL]) if not name.startswith("_"))
+        public = (name for name in dir(vars(self)[CONTROL]) if not name.startswith("_"))
         return sorted({*dir(wrapped(self)), *public})
 
     @property
@@ -163,11 +163,6 @@ class Wrapper(torch.nn.Module):
     def training(self, mode: bool) -> None:
         if _MODULE in vars(self):
             wrapped(self).training = mode
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode of the wrapped module."""
-        wrapped(self).train(mode)
-        return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Apply `fn` to the wrapped module and everything in it."""
@@ -242,11 +237,6 @@ for _name, _method in vars(torch.nn.Module).items():
 def wrapped(wrapper: Wrapper) -> torch.nn.Module:
     """The module that `wrapper` stands for, whatever names that has."""
     return cast(torch.nn.Module, vars(wrapper)[_MODULE])
-
-
-def control_of(wrapper: Wrapper) -> Any:
-    """Returns the control that wraps the module of `wrapper`."""
-    return vars(wrapper)[_CONTROL]
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -159,8 +159,8 @@ class Replicas:
         self._flat = FlatParameters(graphed.named_parameters(), group, result=reduce)
         self._members = list(self._flat.members())
         self._member_of = {id(member.parameter): member for member in self._members}
-        control(graphed).place_gradients(
-            {member.parameter: member.gradient for member in self._members}
+        control(graphed).capturer.place_gradients(
+            {id(member.parameter): member.gradient for member in self._members}
         )
         self._device = control(graphed).device
         self._had = torch.ones(len(self._members), device=self._device)

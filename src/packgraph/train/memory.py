@@ -214,7 +214,7 @@ def _predicted(
             told, no_room = error.what, isinstance(error.__cause__, torch.OutOfMemoryError)
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
-                control(traced).forget_code()
+                control(traced).capturer.compiled.clear()  # tried out again, on all ranks
             free_memory(chunks[0].device)  # the next trial may need it, no allocator looks for it
             return (), told, no_room
     return tuple(banks), None, False

@@ -168,7 +168,7 @@ class Executor:
         stages, by `replica`."""
         self._consensus, self._consensus_of_steps = stage, replica
         for graphed in self.graphed:
-            control(graphed).consensus = stage
+            control(graphed).capturer.cache.join(stage)
 
     def before_evaluation(self) -> None:
         """Captures the forwards of all rows, in evaluation mode, where ranks have different ones at
@@ -353,7 +353,7 @@ class Executor:
             self._whole.close()
         for number, graphed in enumerate(self.graphed):
             if bucket is None:
-                control(graphed).forget_all()
+                control(graphed).capturer.forget_all()
             else:
                 control(graphed).forget(self.arguments(number, bucket))
 
@@ -601,7 +601,7 @@ class StepExecutor(MicrobatchExecutor):
             compiled=graphed.compiles,
             finish=update.finish,
         )
-        made.consensus = self._consensus_of_steps
+        made.cache.join(self._consensus_of_steps)
         return made
 
     def _reason_against(

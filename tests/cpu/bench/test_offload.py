@@ -186,7 +186,7 @@ def test_a_run_that_is_over_keeps_no_host_memory():
         run.runtime.times_graphs = True
         run.prepare()
         run.calls()
-        runtime, slots = run.runtime, run.way.graphed._slots.all
+        runtime, slots = run.runtime, run.way.graphed.slots.all
         pieces = [
             weakref.ref(piece.untyped_storage())
             for slot in slots

@@ -59,7 +59,7 @@ class Scaled(nn.Linear):
 def captured_together():
     model, asks = Scaled(), Recorded()
     graphed = packgraph.graph(model)
-    control(graphed).consensus = asks
+    control(graphed).capturer.cache.join(asks)
     for _ in range(3):  # two eager calls, then the capture
         graphed(torch.ones(2, 4)).sum().backward()
     assert asks.asked == [CAPTURE, *["vote"] * 4] and graphed.stats.replayed == 1
@@ -98,7 +98,7 @@ def test_another_call_at_the_same_time_does_not_take_this_ones_verdict():
     assert joint.decide(START_OVER, "one") == START_OVER
     assert joint.decide(CAPTURE, "one") == CAPTURE
     assert joint.decide(CAPTURE, "another") == EAGER
-    assert joint.confirm() is None and not joint.is_owed
+    assert joint.confirm() is None and joint.owed is None
 
 
 def test_a_module_around_one_that_exchanges_data_captures_by_its_consensus():

@@ -148,7 +148,7 @@ def test_another_use_of_outputs_is_learned(change):
     reason = "another set of outputs got gradients than any captured backward starts from"
     assert graphed.stats.fallbacks[reason] == 1 and graphed.stats.recaptures[reason] == 1
     # An argument that was computed has a key of its own.
-    variants = graphed._slots.all[0].variants.values()
+    variants = graphed.slots.all[0].variants.values()
     assert [len(variant.regions[0].backwards) for variant in variants][-1] == 2
 
 
@@ -300,7 +300,7 @@ def test_gradients_that_were_kept_stay_what_they_were(keep):
     for p in graphed.parameters():
         p.grad = None
     graphed(sample(1))[0].square().sum().backward()
-    owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
+    owned = next(iter(graphed.slots.all[0].variants.values())).regions[0].backward.owned
     assert all(
         buffer.parameter.grad is buffer.shown for buffer in owned
     )  # nobody else holds them any more
@@ -320,7 +320,7 @@ def test_a_gradient_that_nobody_else_holds_is_exchanged(through):
 
     for number in range(3):
         through(step)(number)
-        owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
+        owned = next(iter(graphed.slots.all[0].variants.values())).regions[0].backward.owned
         assert all(buffer.parameter.grad is buffer.shown for buffer in owned)
 
 

@@ -37,7 +37,7 @@ def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, ea
     assert differences(eager_trace, train(graphed, between=poison_free_slots, **LOOP)) == []
     assert graphed.stats.replayed > 5
     assert dict(graphed.stats.fallbacks) == {"warm-up": 2}
-    assert graphed._slots.in_flight() == 0
+    assert graphed.slots.in_flight() == 0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False, "alternate"])
@@ -95,7 +95,7 @@ def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkey
 def test_lent_gradients_of_inputs_stay_whole(slots):
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     graphed = graph(module, warmup=0, slots=slots)
-    control(graphed).lends = True
+    control(graphed).capturer.lends = True
     for _ in range(4):
         one, up = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
         other = one.detach().clone().requires_grad_()
@@ -112,8 +112,8 @@ def test_another_slot_costs_no_second_memory_for_backwards():
         for out in outs:
             toy_loss(out).backward()
         sizes.append(graphed.stats.pool_bytes)
-        shared = graphed._slots.shared.nbytes()
-        assert shared > 0 and {slot.pool.nbytes() for slot in graphed._slots.all} == {
+        shared = graphed.slots.shared.nbytes()
+        assert shared > 0 and {slot.pool.nbytes() for slot in graphed.slots.all} == {
             (sizes[-1] - shared) // slots
         }
     single = graph(make_toy(layers=2), warmup=0, slots=1)

@@ -66,7 +66,7 @@ def make_chain(**options):
 
 def lending(chain, **options):
     graphed = graph(chain, warmup=0, **options)
-    control(graphed).lends = True
+    control(graphed).capturer.lends = True
     return graphed
 
 
@@ -89,7 +89,7 @@ def train(module, direct, steps=6, slots=3):
             flights.append((x, up, handle, out))
         for x, up, handle, out in order.sample(flights, len(flights)):
             if direct:
-                for slot in module._slots._free:
+                for slot in module.slots._free:
                     slot.poison()
                 handle.lease.kept = True
                 handle.backward(up)
@@ -114,7 +114,7 @@ def test_direct_replays_equal_eager_bitwise_with_slots_in_any_order(granularity,
     graphed = lending(make_chain(skip=skip), granularity=granularity)
     found = train(graphed, direct=True)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
-    assert graphed.stats.replayed > 5 and graphed._slots.in_flight() == 0
+    assert graphed.stats.replayed > 5 and graphed.slots.in_flight() == 0
 
 
 def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
@@ -275,7 +275,7 @@ def test_static_inputs_collect_no_history_of_autograd():
     graphed = graph(One(lambda m, x: m.linear(x.detach()).mean()), warmup=0)
     for _ in range(2):
         forward_backward(graphed, torch.randn(4, 4, requires_grad=True))
-    (variant,) = graphed._slots.all[0].variants.values()
+    (variant,) = graphed.slots.all[0].variants.values()
     assert variant.direct is not None
     assert not any(entry.buffer.requires_grad for entry in variant.regions[0].inputs)
 

@@ -60,7 +60,7 @@ def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
         graphed.capture_backend,
         graphed.capture_backend.copy_streams.memories,
         *model.parameters(),
-        *(slot.pool for slot in graphed._slots.all),
+        *(slot.pool for slot in graphed.slots.all),
     ]
     living = [weakref.ref(thing) for thing in held]
     if runtime is not None:

@@ -49,14 +49,14 @@ def test_calls_without_gradients_replay(mode, training):
             poison_free_slots(graphed, 0)
             with QUIET[mode]():
                 outs.append(model(*inputs))
-            assert own.has_free_slot() and own._slots.in_flight() == 0
+            assert own.slots.has_free() and own.slots.in_flight() == 0
         assert_same(*outs)
         assert not any(out.requires_grad for out in outs[1].values())
         assert torch.equal(eager.calls, graphed.calls)
     assert dict(graphed.stats.fallbacks) == {"warm-up": 1}
     assert graphed.stats.replayed == 2 + 4 and graphed.stats.captured == 2
     assert graphed.stats.pool_bytes == pool, "they need no memory of their own"
-    assert len(own._slots.all) == 1
+    assert len(own.slots.all) == 1
 
 
 def test_the_bits_are_those_of_the_forward_of_training():
@@ -97,7 +97,7 @@ def test_training_with_evaluations_between_forward_and_backward_is_that_of_eager
 def test_a_forward_in_the_slot_of_a_microbatch_in_flight_would_spoil_its_gradients():
     """The negative control: what slots are for."""
     eager, graphed = pair()
-    slots = packgraph.control(graphed)._slots
+    slots = packgraph.control(graphed).slots
     with torch.no_grad():
         graphed(*toy_inputs(8))
     (slot,) = slots.all
@@ -326,7 +326,7 @@ def test_a_bank_is_built_for_training_whatever_the_modes_are_and_forgotten_in_al
     toy_loss(graphed(*inputs)).backward()
     assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
     with torch.no_grad():
-        assert own.forget(inputs) == 2 and not own._slots.all
+        assert own.forget(inputs) == 2 and not own.slots.all
 
 
 class _Frozen(nn.Module):

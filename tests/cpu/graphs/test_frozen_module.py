@@ -50,7 +50,7 @@ def test_closing_is_seen():
         forward_backward(graphed, x)
         graphed.close()
         graphed(x)
-    assert dict(graphed.stats.fallbacks) == {"closed": 1} and not graphed._slots.all
+    assert dict(graphed.stats.fallbacks) == {"closed": 1} and not graphed.slots.all
 
 
 def test_autocast_is_seen():

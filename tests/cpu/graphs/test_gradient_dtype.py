@@ -197,7 +197,7 @@ def test_autograd_adds_again_when_it_ends():
 def test_a_backward_graph_adds_all_gradients_by_one_operation():
     graphed = graph(stack(), warmup=0)
     graphed(torch.randn(3, 4)).sum().backward()
-    (variant,) = graphed._slots.all[0].variants.values()
+    (variant,) = graphed.slots.all[0].variants.values()
     names = [str(function) for function, *_ in variant.regions[0].backward.graph.program]
     assert names.count("aten._foreach_add_.List") == 1
     assert not [name for name in names if name.startswith("aten.add_")]

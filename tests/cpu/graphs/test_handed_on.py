@@ -163,7 +163,7 @@ def test_squares_and_other_operations_that_read_twice_count_twice():
 def regions_of(uses, how="entry"):
     graphed = graph(Relay(uses, how), warmup=0, granularity="layer")
     gradients(graphed, steps=1)
-    (slot,) = graphed._slots.all
+    (slot,) = graphed.slots.all
     (variant,) = slot.variants.values()
     return variant.regions, slot
 

@@ -44,7 +44,7 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
     assert differences(eager, trace) == []
     if granularity == "layer" or failing <= 2:
         assert graphed.stats.fallbacks["capture failed"] > 0
-    assert graphed._slots.in_flight() == 0
+    assert graphed.slots.in_flight() == 0
 
 
 def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
@@ -122,7 +122,7 @@ def test_outputs_are_nan_between_capture_and_first_replay(monkeypatch):
     monkeypatch.setattr(Reference, "is_met_by", lambda *given: True)  # which replays
     graphed = graph(nn.Linear(4, 4), warmup=0)
     graphed.build([(torch.randn(3, 4),)])
-    variant = next(iter(graphed._slots.all[0].variants.values()))
+    variant = next(iter(graphed.slots.all[0].variants.values()))
     assert variant.regions[0].outputs[0].static.tensor.isnan().all()
     assert graphed(torch.randn(3, 4)).isfinite().all()
 
@@ -149,7 +149,7 @@ def test_a_graph_that_is_kept_is_run_again_for_each_further_backward(granularity
             assert torch.equal(one.grad, other.grad)
     assert graphed.stats.replayed == 3 and graphed.stats.fallbacks[fallback.AGAIN] >= 6
     del loss
-    assert not graphed._slots.in_flight()
+    assert not graphed.slots.in_flight()
 
 
 def test_slots_return_when_a_loss_is_dropped_without_backward():
@@ -157,16 +157,16 @@ def test_slots_return_when_a_loss_is_dropped_without_backward():
     for _ in range(5):
         graphed(*toy_inputs(8))
     gc.collect()
-    assert len(graphed._slots.all) == 1 and graphed._slots.in_flight() == 0
+    assert len(graphed.slots.all) == 1 and graphed.slots.in_flight() == 0
 
 
 def test_slots_follow_the_microbatches_in_flight():
     graphed = graph(make_toy(), warmup=0)
     outs = [graphed(*toy_inputs(8)) for _ in range(4)]
-    assert len(graphed._slots.all) == 4
+    assert len(graphed.slots.all) == 4
     for out in reversed(outs):
         toy_loss(out).backward()
-    assert graphed._slots.in_flight() == 0
+    assert graphed.slots.in_flight() == 0
 
 
 def test_too_few_slots_fall_back_and_stay_exact():
@@ -175,20 +175,20 @@ def test_too_few_slots_fall_back_and_stay_exact():
     graphed = graph(make_toy(), warmup=1, slots=2)
     assert differences(eager, train(graphed, **options)) == []
     assert graphed.stats.fallbacks["no free slot"] > 0
-    assert len(graphed._slots.all) == 2
+    assert len(graphed.slots.all) == 2
 
 
 def test_releasing_a_slot_twice_is_an_error():
     graphed = graph(make_toy(), warmup=0)
-    lease = graphed._slots.acquire("key")
+    lease = graphed.slots.acquire("key")
     slot = lease.slot
     lease.release()
     with pytest.raises(RuntimeError, match="released twice"):
-        graphed._slots.release(slot)
+        graphed.slots.release(slot)
 
 
 def test_slots_tell_whether_a_microbatch_of_another_living_thread_has_one():
-    slots, held, end = graph(make_toy(), warmup=0)._slots, [], threading.Event()
+    slots, held, end = graph(make_toy(), warmup=0).slots, [], threading.Event()
 
     def takes():
         held.append(slots.acquire("key"))
@@ -215,7 +215,7 @@ def test_variants_share_the_slots_pool_largest_not_sum():
         toy_loss(graphed(*toy_inputs(tokens))).backward()
         sizes.append(graphed.stats.pool_bytes)
     assert len(set(sizes)) == 1
-    assert len(graphed._slots.all[0].variants) == 3
+    assert len(graphed.slots.all[0].variants) == 3
 
 
 def test_a_larger_variant_takes_the_slot_and_the_smaller_is_captured_again():

@@ -225,7 +225,7 @@ def test_an_error_in_an_eager_stage_gives_the_slot_back():
             kept.append(error)
     graphed.module.between = works
     graphed(torch.randn(3, 4)).sum().backward()
-    assert len(kept) == 2 and graphed._slots.in_flight() == 0
+    assert len(kept) == 2 and graphed.slots.in_flight() == 0
 
 
 def test_a_result_that_no_graph_can_make_is_refused():

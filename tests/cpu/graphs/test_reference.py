@@ -153,7 +153,7 @@ def test_difference_of_one_bit_is_named(monkeypatch, what, which, message, stric
     call(graphed)
 
     def change():
-        variant = next(iter(graphed._slots.all[0].variants.values()))
+        variant = next(iter(graphed.slots.all[0].variants.values()))
         region = variant.regions[0]
         backward = next(iter(region.backwards.values()))
         if what == "output":

@@ -154,7 +154,7 @@ def test_a_backward_that_has_begun_when_a_second_thread_comes(monkeypatch):
     go_on.set()
     first.join(60)
     assert not first.is_alive()
-    assert not any(buffer.is_grad() for buffer in control(graphed)._capturer._buffers.made.values())
+    assert not any(buffer.is_grad() for buffer in control(graphed).capturer._buffers.made.values())
     assert_same_sums(eager, graphed, (10, 11))
 
 

@@ -341,7 +341,7 @@ def test_memory_that_comes_back_lets_graphs_be_captured_later(monkeypatch, after
     (said,) = told(lambda: same_steps(eager, graphed, 10))
     assert "no memory" in said and "OutOfMemoryError" in said and "free memory" in said
     assert graphed.stats.fallbacks == {fallback.NO_MEMORY: 4} and graphed.stats.replayed == 6
-    assert graphed._slots.in_flight() == 0 and graphed.failures == 0
+    assert graphed.slots.in_flight() == 0 and graphed.failures == 0
 
 
 def test_a_capture_is_tried_again_at_growing_distance_and_not_for_ever(monkeypatch):
@@ -351,12 +351,12 @@ def test_a_capture_is_tried_again_at_growing_distance_and_not_for_ever(monkeypat
     monkeypatch.setattr(cache, "CALLS_BETWEEN", (2, 5))
     assert len(told(lambda: same_steps(eager, graphed, 20))) == 3
     assert graphed.stats.fallbacks == {fallback.NO_MEMORY: 1 + 2 + 1 + 5, "capture failed": 20 - 9}
-    assert graphed.failures == 1 and graphed.stats.replayed == 0 and graphed._slots.in_flight() == 0
+    assert graphed.failures == 1 and graphed.stats.replayed == 0 and graphed.slots.in_flight() == 0
 
 
 def test_ranks_that_vote_do_not_try_again_one_by_one(monkeypatch):
     graphed = graph(Stateful(), warmup=0)
-    packgraph.control(graphed).consensus = type(alone)()  # not that of one rank
+    packgraph.control(graphed).capturer.cache.join(type(alone)())  # not that of one rank
     failing_captures(monkeypatch, [torch.OutOfMemoryError("CUDA out of memory")])
     assert len(told(lambda: [step(graphed) for _ in range(3)])) == 1
     assert graphed.stats.fallbacks == {"capture failed": 3}
@@ -388,7 +388,7 @@ def test_an_interrupted_capture_is_undone_and_the_next_call_captures(monkeypatch
         graphed(X)
     assert torch.equal(state, torch.get_rng_state()) and module.calls == 0 and gc.isenabled()
     assert all(parameters[name] is p and p.grad is None for name, p in module.named_parameters())
-    assert graphed._slots.in_flight() == 0 and graphed.failures == 0 and not graphed.stats.fallbacks
+    assert graphed.slots.in_flight() == 0 and graphed.failures == 0 and not graphed.stats.fallbacks
     same_steps(eager, graphed, 5)
     assert graphed.stats.replayed == 5 and graphed.stats.captured == 1
 

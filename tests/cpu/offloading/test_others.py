@@ -130,7 +130,7 @@ def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
         pools.append(
             (
                 called.stats.pool_bytes,
-                *(slot.pool.host.arenas.nbytes() for slot in called._slots.all),
+                *(slot.pool.host.arenas.nbytes() for slot in called.slots.all),
             )
         )
     assert pools[0] == pools[1] and pools[1][1] == 0

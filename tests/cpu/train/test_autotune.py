@@ -310,7 +310,7 @@ def test_graphs_of_a_slot_in_flight_are_not_given_up():
     assert control(graphed).forget((sample, tokens)) == 1 and graphed.stats.pool_bytes == 0
     graphed(sample, tokens).backward()
     assert graphed.stats.captured == 2 * captured and graphed.stats.replayed == 2
-    assert control(graphed).forget_all() == 1 and graphed.stats.pool_bytes == 0
+    assert control(graphed).capturer.forget_all() == 1 and graphed.stats.pool_bytes == 0
 
 
 def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
@@ -371,7 +371,7 @@ def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run.run(StopRequest())
     with run.executor.rebuilding():
         run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
-    (slot,) = run.executor.graphed[0]._slots.all
+    (slot,) = run.executor.graphed[0].slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
     run.close()
 

@@ -231,7 +231,7 @@ def test_ranks_ask_each_other_before_and_after_every_chunk(monkeypatch):
     too: whoever went on would wait for the rank that failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
-        chunk._capturer.compiled.add("a key that all ranks have compiled")
+        chunk.capturer.compiled.add("a key that all ranks have compiled")
     trial = memory_trial.trial_memory
 
     def noted(graphed: Any, samples: list[Any], slots: int) -> Any:
@@ -247,7 +247,7 @@ def test_ranks_ask_each_other_before_and_after_every_chunk(monkeypatch):
     assert (
         traced == [0, 1] and asked == [None] * 4 and not plan.banks and "no room" in plan.notes[0]
     )
-    assert not any(chunk._capturer.compiled or chunk._capturer.dry_runs for chunk in chunks), (
+    assert not any(chunk.capturer.compiled or chunk.capturer.dry_runs for chunk in chunks), (
         "all ranks begin at the same point again"
     )
 

@@ -52,7 +52,7 @@ class HostWeights:
                 host.copy_(_bytes(storage))
                 self._storages[identity(storage)] = _Storage(storage, storage.nbytes(), host)
         for tensor, there in self._tensors:
-            tensor.data = _view(self._host_of(there), there)
+            tensor.data = _view(self._storages[storage_id(there)].host, there)
         for kept in self._storages.values():
             kept.there.resize_(0)
 
@@ -60,9 +60,6 @@ class HostWeights:
     def nbytes(self) -> int:
         """Bytes of device memory that were given back."""
         return sum(kept.nbytes for kept in self._storages.values())
-
-    def _host_of(self, there: torch.Tensor) -> torch.Tensor:
-        return self._storages[storage_id(there)].host
 
     def put_back(self) -> None:
         """Give the tensors device memory, and the values that they have on the host now.
@@ -74,7 +71,7 @@ class HostWeights:
         for kept in self._storages.values():
             _bytes(kept.there).copy_(kept.host)
         for tensor, there in self._tensors:
-            host = self._host_of(there).untyped_storage()
+            host = self._storages[storage_id(there)].host.untyped_storage()
             if storage_id(tensor) != identity(host):  # `.data` was replaced meanwhile
                 there.copy_(tensor.detach())
             tensor.data = there

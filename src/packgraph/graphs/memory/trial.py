@@ -75,7 +75,7 @@ def trial_memory(
     """
     own = control(graphed)
     backend = own.capture_backend
-    shared = None if own.has_one_slot else backend.new_pool()
+    shared = None if own.slots.limit == 1 else backend.new_pool()
     slot = Slot(0, backend, own.device, shared)
     with contextlib.ExitStack() as at_end:
         at_end.callback(_free, slot)
@@ -89,7 +89,7 @@ def trial_memory(
                         slot,
                         SpareGradients(program.module),
                         contextlib.nullcontext(),
-                        own.lends,
+                        own.capturer.lends,
                         tried,
                         trial=True,
                     )

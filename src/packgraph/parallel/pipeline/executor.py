@@ -169,7 +169,7 @@ class Pipeline:
         self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
-            chunk.lends = True
+            chunk.capturer.lends = True
         # Chunks that share no parameter with another: others may put `.grad` of a shared one into
         # their own buffer.
         owned = [
@@ -236,7 +236,7 @@ class Pipeline:
     def agree_on_steps(self, consensus: Consensus) -> None:
         """Asks `consensus` after every capture of a whole step."""
         if self._whole is not None:
-            self._whole.consensus = consensus
+            self._whole.cache.join(consensus)
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
@@ -526,9 +526,9 @@ class Pipeline:
             return InFlight(None, None)
         index = action.stage // self.links.size
         chunk, leaving = self.chunks[index], self._leaving[index]
-        while leaving and (leaving[0].delivered() or not chunk.has_free_slot()):
+        while leaving and (leaving[0].delivered() or not chunk.slots.has_free()):
             leaving.popleft().finish()
-        if not chunk.has_free_slot():
+        if not chunk.slots.has_free():
             raise PipelineError(
                 f"stage {action.stage} has no free slot: the schedule needs more than were planned"
             )
@@ -541,7 +541,7 @@ class Pipeline:
             handle.lease.kept = True
             return InFlight(handle, handle.lease, direct=action.microbatch != self._watched)
         chunk.stats.fell_back(handle)
-        lease = chunk.hold_slot()
+        (lease,) = chunk.slots.reserve(1)  # slots are counted as in a replay
         return InFlight(None, lease)
 
     def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:

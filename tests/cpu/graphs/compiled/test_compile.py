@@ -125,7 +125,7 @@ def test_graphs_hold_compiled_code_and_nothing_else():
     graphed = packgraph.graph(dense(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
     for batch in packs(SMALL, 2):
         graphed(batch).backward()
-    (variant,) = graphed._slots.all[0].variants.values()
+    (variant,) = graphed.slots.all[0].variants.values()
     (region,) = variant.regions.values()
     forward = [node[0] for node in region.forward.program]
     assert all(isinstance(function, CompiledCode) for function in forward) and len(forward) == 4
@@ -140,7 +140,7 @@ def test_a_replay_does_not_come_by_python():
     graphed = packgraph.graph(Packed(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
     first, second = packs(SMALL, 2)
     graphed(first).backward()
-    graphed._capturer.program.compiler.run = None
+    graphed.capturer.program.compiler.run = None
     graphed(second).backward()
     assert graphed.stats.replayed == 2
 

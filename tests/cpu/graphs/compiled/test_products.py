@@ -89,7 +89,7 @@ def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
     assert same(eager, replayed) and module.stats.replayed == 2
     for ours, theirs in zip(replayed, gradients(Chain()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    (variant,) = module._slots.all[0].variants.values()
+    (variant,) = module.slots.all[0].variants.values()
     (region,) = variant.regions.values()
     names = [
         str(node[0])

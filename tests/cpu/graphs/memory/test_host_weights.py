@@ -18,11 +18,11 @@ def test_training_with_phases_of_release_between_is_that_of_eager():
     def between(model, step):
         if (
             isinstance(model, packgraph.GraphedModule)
-            and not packgraph.control(model)._slots.in_flight()
+            and not packgraph.control(model).slots.in_flight()
         ):
             own = packgraph.control(model)
             released.append(own.release())
-            assert own.stats.pool_bytes == 0 and not own._slots.all
+            assert own.stats.pool_bytes == 0 and not own.slots.all
             own.restore()
 
     eager, graphed = make_toy(), graph(make_toy(), warmup=1)

@@ -34,7 +34,7 @@ def test_the_recorders_pools_are_as_predicted(scope, granularity, slots):
     graphed.build([toy_inputs(size) for size in SIZES], slots)
     assert graphed.failures == 0
     assert predicted.pools == graphed.stats.pool_bytes
-    assert predicted.buffers == graphed._slots.all[0].buffer_bytes()
+    assert predicted.buffers == graphed.slots.all[0].buffer_bytes()
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -77,7 +77,7 @@ def test_a_trial_changes_nothing_and_holds_nothing():
     )
     assert [p.grad.data_ptr() for p in graphed.parameters()] == storages
     assert graphed.stats.captured == graphed.stats.replayed == 0 and inputs[1].grad is None
-    assert not graphed._capturer.dry_runs and not graphed._slots.all, (
+    assert not graphed.capturer.dry_runs and not graphed.slots.all, (
         "a trial on one rank alone changes no other rank's way"
     )
 
@@ -177,6 +177,6 @@ def test_what_is_put_back_was_there_before_the_rehearsal(unseen):
     held for long."""
     graphed = graph(WritesInItsBackward(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
     graphed.build([toy_inputs(8)], 1)
-    (dry_run,) = graphed._capturer.dry_runs.values()
+    (dry_run,) = graphed.capturer.dry_runs.values()
     storages = {tensor.untyped_storage().data_ptr() for tensor in dry_run.written}
     assert storages == {graphed.module.count.data_ptr(), graphed.module.calls.data_ptr()}

@@ -246,7 +246,7 @@ def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots
     ]
     assert differences(plain, checked(in_order(schedule, models, stash, 3), stash)) == []
     assert all(model.stats.replayed >= 8 for model in models)
-    assert max(len(model._slots.all) for model in models) >= slots
+    assert max(len(model.slots.all) for model in models) >= slots
 
 
 def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():

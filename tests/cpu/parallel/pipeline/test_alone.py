@@ -49,7 +49,7 @@ def test_a_step_after_an_error_finds_all_slots_free(slots):
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             alone.step(batches, TOKENS, interrupt)
-        assert graphed._slots.in_flight() == 0
+        assert graphed.slots.in_flight() == 0
     for parameter in graphed.parameters():
         parameter.grad = None
     found, expected = alone.step(batches, TOKENS), torch.zeros(())
@@ -97,7 +97,7 @@ def test_microbatches_that_a_chunk_refuses_stop_a_step_before_it_begins(whole_st
         for parameter, kept in zip(graphed.parameters(), before, strict=True)
     )
     assert (
-        graphed._slots.in_flight() == 0 and not alone.step([batches[1], batches[0]], TOKENS).isnan()
+        graphed.slots.in_flight() == 0 and not alone.step([batches[1], batches[0]], TOKENS).isnan()
     )
 
 
