@@ -90,7 +90,7 @@ def main() -> list[float]:
         )
         with packgraph.eager("comparison") if options.eager else contextlib.nullcontext():
             trainer.train()
-        print(trainer.stats, trainer.packing)
+        print(trainer.stats, trainer.packing, sep="\n")
         AutoModelForCausalLM.from_pretrained(f"{arguments.output_dir}/checkpoint-{options.steps}")
     assert options.eager or trainer.stats.replayed > 0
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,5 +1,11 @@
 """What people read when they have mistyped something, or ask for what can have no effect."""
 
+import re
+
+import pytest
+import torch
+
+import packgraph
 from packgraph.cli import main
 from packgraph.graphs.fallback import Stats
 
@@ -10,6 +16,41 @@ def test_nothing_dropped_is_not_counted():
     assert not stats.recaptures
     stats.dropped("module changed", 2)
     assert stats.recaptures == {"module changed": 2}
+
+
+def test_stats_print_as_a_short_table():
+    capacity = packgraph.Capacity(tokens=8, documents=2)
+    graphed = packgraph.graph(torch.nn.Linear(4, 4), capacities=[capacity], warmup=1)
+    for _ in range(3):
+        graphed(torch.ones(8, 4)).sum().backward()
+    with pytest.warns(packgraph.PackgraphWarning, match="unknown shape"):
+        graphed(torch.ones(9, 4)).sum().backward()
+    with packgraph.eager("a comparison of one call with its eager twin, which is what it is for"):
+        graphed(torch.ones(8, 4)).sum().backward()
+    table = r"""captured      1  segments in \d\.\d s
+replayed      2  calls
+eager         1  warm-up
+              1  unknown shape
+                 .*test_messages\.py:\d+ in test_stats_print_as_a_short_table
+              1  a comparison of one call with its eager twin, which is what it
+                 is for
+pools +\d+\.\d\d KiB"""
+    assert re.fullmatch(table, str(graphed.stats)), str(graphed.stats)
+    assert repr(graphed.stats).startswith(
+        "Stats(captured=1, replayed=2, fallbacks=Counter({'warm-up"
+    )
+    stats = Stats(captured=123456, compiled=2, _pool_bytes=lambda: 3 * 2**30)
+    stats.dropped("a larger bucket took their slot", 2)
+    stats.recompiles["other inputs"] += 1
+    assert (
+        str(stats)
+        == """\
+captured   123456  segments in 0.0 s; compiled 2 pieces of code in 0.0 s
+replayed        0  calls
+recaptured      2  a larger bucket took their slot
+recompiled      1  other inputs
+pools    3.00 GiB"""
+    )
 
 
 def test_a_file_of_one_document_is_described_as_such(capsys, tmp_path):

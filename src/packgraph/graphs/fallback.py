@@ -11,6 +11,8 @@ to tensors. They are looked at before every call, so each check is one call into
 """
 
 import contextlib
+import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,6 +23,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from packgraph.graphs.memory.budget import shown
 from packgraph.torch_internals import (
     cached_parametrizations,
     dispatch_modes,
@@ -278,12 +281,13 @@ def bypass_reason() -> str | None:
 
 @dataclass
 class Stats:
-    """Counts of a graphed module.
+    """Counts of a graphed module; `print` shows them as a short table.
 
     Attributes:
         captured: Captured segments, of all slots and keys.
         replayed: Calls served by graphs.
         fallbacks: Calls served eagerly, by reason.
+        lines: The first line of the user's code that met each reason which nobody asked for.
         recaptures: Captured keys that were dropped, by reason: a larger bucket took their slot, a
             parameter's storage was replaced, and so on.
         capture_seconds: Time spent capturing.
@@ -303,11 +307,17 @@ class Stats:
         ...     graphed(torch.ones(2, 8)).sum().backward()
         >>> graphed.stats.replayed, dict(graphed.stats.fallbacks)
         (2, {'warm-up': 1})
+        >>> print(graphed.stats)  # doctest: +ELLIPSIS
+        captured      1  segments in ... s
+        replayed      2  calls
+        eager         1  warm-up
+        pools ...
     """
 
     captured: int = 0
     replayed: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, str] = field(default_factory=dict)
     recaptures: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
     compared: int = 0
@@ -340,6 +350,32 @@ class Stats:
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""
         return self._pool_bytes()
+
+    def __str__(self) -> str:
+        captured = f"segments in {self.capture_seconds:.1f} s" + (
+            f"; compiled {self.compiled} pieces of code in {self.compile_seconds:.1f} s"
+            if self.compiled
+            else ""
+        )
+        counts = (self.fallbacks, self.recaptures, self.recompiles)
+        rows = [
+            ("captured", self.captured, captured),
+            ("replayed", self.replayed, "calls"),
+            *(
+                ("" if number else name, count, reason)
+                for name, reasons in zip(("eager", "recaptured", "recompiled"), counts)
+                for number, (reason, count) in enumerate(reasons.items())
+            ),
+        ]
+        width, lines = max(len(f"{count:>4}") for _, count, _ in rows), list[str]()
+        for name, count, text in rows:
+            begin = f"{name:10} {count:{width}}  "
+            lines += textwrap.wrap(
+                text, 80, initial_indent=begin, subsequent_indent=" " * len(begin)
+            )
+            if text in self.lines:
+                lines.append(" " * len(begin) + self.lines[text].removeprefix(os.getcwd() + os.sep))
+        return "\n".join([*lines, f"pools {shown(self.pool_bytes):>{5 + width}}"])
 
 
 READING = False  # whether a module is read for a capture: graphed ones in it count nothing

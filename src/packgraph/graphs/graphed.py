@@ -201,7 +201,10 @@ class Control:
         self.slots = Slots(self.capture_backend, self.device, slots)
         # Not by `self`, which only the garbage collector would free then.
         self.stats = Stats(
-            trusted=trust, _notice=self._notices.fell_back, _pool_bytes=self.slots.nbytes
+            trusted=trust,
+            lines=self._notices.lines,
+            _notice=self._notices.fell_back,
+            _pool_bytes=self.slots.nbytes,
         )
         reader = TrustingReader(module) if trust else None
         program = Program(module, scope, granularity, choose_compiler(compile, self.stats), reader)

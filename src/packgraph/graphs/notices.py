@@ -38,6 +38,7 @@ class Notices:
         self._name, self.strict, self._quiet = name, strict, warmup
         self._made = user_place()
         self._told: dict[str, str] = {}  # reasons, and what to do about them
+        self.lines: dict[str, str] = {}  # and where they were met
         self._unasked: Counter[str] = Counter()
         self._values: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._ended = False
@@ -64,7 +65,8 @@ class Notices:
         self._unasked[reason] += 1
         if reason not in self._told:
             self._told[reason] = found.remedy
-            _tell(f"{self._name} runs eagerly: {_with(reason, detail)}", found.remedy)
+            what = f"{self._name} runs eagerly: {_with(reason, detail)}"
+            self.lines[reason] = _tell(what, found.remedy)
 
     def complain(
         self,
@@ -76,7 +78,7 @@ class Notices:
         forget_frames(error)
         if self.strict:
             raise error
-        self._told[reason] = error.remedy
+        self._told[reason], self.lines[reason] = error.remedy, error.where
         warn(f"{so}: {error}")
 
     def new_key(
@@ -131,8 +133,11 @@ def _with(reason: str, detail: Callable[[], str]) -> str:
     return f"{reason} ({more})" if more else reason
 
 
-def _tell(what: str, remedy: str) -> None:
-    warn(f"{what}\n  where: {user_line()}\n  to do: {remedy}")
+def _tell(what: str, remedy: str) -> str:
+    """Warns; returns the user's line."""
+    line = user_line()
+    warn(f"{what}\n  where: {line}\n  to do: {remedy}")
+    return line
 
 
 # To torch.compile a call whose result is known: made while it traces, and no part of what is
