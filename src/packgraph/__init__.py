@@ -9,6 +9,7 @@ The names are imported at their first use: the command line is there at once and
 although importing torch takes seconds.
 """
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,13 @@ NO_TORCH = (
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'packgraph' has no attribute {name!r}")
+        near = difflib.get_close_matches(name, __all__, n=1)
+        # With its name, so that Python adds no hint of its own.
+        raise AttributeError(
+            f"module 'packgraph' has no attribute {name!r}"
+            + (f", did you mean {near[0]}?" if near else ""),
+            name=name,
+        )
     try:
         value = getattr(importlib.import_module(f"packgraph.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
@@ -114,4 +121,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -12,10 +12,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import TypeVar  # with `default`, which Python 3.13 has itself
 
 from packgraph.graphs import fallback
 from packgraph.graphs.agreement import EAGER, START_OVER, consensus_of
@@ -44,9 +45,14 @@ from packgraph.graphs.wrapper import CONTROL, HOOKS_OF_ALL, Wrapper, as_in_train
 from packgraph.packing.capacity import Capacity, read_capacities
 from packgraph.torch_internals import ddp_module
 
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+Module = TypeVar("Module", bound=torch.nn.Module)
+Wrapped = TypeVar("Wrapped", covariant=True, default=torch.nn.Module)
+
 
 def graph(
-    module: torch.nn.Module,
+    module: Module,
     capacities: Capacity | Iterable[Capacity] | None = None,
     backend: str = "auto",
     warmup: int = 2,
@@ -57,7 +63,7 @@ def graph(
     compile: bool | str | Mapping[str, Any] = False,
     compare_every: int = 0,
     trust: bool = False,
-) -> "GraphedModule":
+) -> "GraphedModule[Module]":
     """Wraps a module so that its training calls replay captured graphs.
 
     A call is captured once its key (shapes, dtypes, constants) has been seen `warmup` times; what
@@ -130,7 +136,7 @@ def control(graphed: torch.nn.Module) -> "Control":
         graphed: Returned by `packgraph.graph`.
 
     Returns:
-        The object with `stats`, `build`, `frozen`, `reset` and `close`.
+        The object with `stats`, `module`, `build`, `frozen`, `release`, `restore` and `close`.
 
     Raises:
         TypeError: If `graphed` was not returned by `packgraph.graph`.
@@ -148,7 +154,21 @@ def control(graphed: torch.nn.Module) -> "Control":
     return cast(Control, vars(graphed)[CONTROL])
 
 
-class GraphedModule(Wrapper):
+class _HasForward(Protocol[P, Result]):
+    """A module, as far as its calls go."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+
+class _OwnNames(type):
+    """Lists names of the class alone, as `enum` does: `help` leaves out the hundred methods of
+    `nn.Module`, which are the wrapped module's."""
+
+    def __dir__(cls) -> list[str]:
+        return ["__call__", *(name for name in vars(cls) if not name.startswith("_"))]
+
+
+class GraphedModule(Wrapper, Generic[Wrapped], metaclass=_OwnNames):
     """Returned by `packgraph.graph`: behaves as the module it wraps; training calls replay graphs.
 
     Attributes and methods are those of the wrapped module; setting and deleting always reaches it.
@@ -156,23 +176,48 @@ class GraphedModule(Wrapper):
     `graphed.close()`. `forward` is the module's own: replacing it takes effect at the next call,
     calling it runs the module without graphs.
 
+    To type checkers it is generic in the module: a call takes and returns what the module's
+    `forward` does, `graphed.module` has the module's type, and its other attributes are `Any`.
+
+    Attributes:
+        stats: Counts of what was captured, replayed and run eagerly.
+        module: The wrapped module.
+
     Examples:
         >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
         >>> isinstance(graphed, packgraph.GraphedModule), graphed.in_features
         (True, 8)
     """
 
+    stats: Stats
+    module: Wrapped
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self: "GraphedModule[_HasForward[P, Result]]", *args: P.args, **kwargs: P.kwargs
+        ) -> Result: ...
+
 
 class Control:
-    """Implementation behind a graphed module: calling it is calling the graphed module.
+    """Control of a graphed module, returned by `packgraph.control`: counts, captures ahead, memory.
 
     Attributes:
         module: The wrapped module.
         stats: Counts of what was captured, replayed and run eagerly.
+        capacities: The declared capacities, empty if every shape is captured.
+        device: Device of the module.
         backend: Name of the backend: `cuda` or `recorder`.
         compiles: True if captured stages are compiled.
         slots: Slots of its microbatches, for a schedule that owns them.
         capturer: What was captured, for whoever captures with it.
+
+    Examples:
+        >>> own = packgraph.control(packgraph.graph(torch.nn.Linear(8, 8)))
+        >>> own.build([(torch.ones(4, 8),), (torch.ones(2, 8),)])  # both shapes, before a loop
+        >>> own.backend, own.stats.captured, own.strict
+        ('recorder', 2, False)
+        >>> own.close()
     """
 
     def __init__(
@@ -452,12 +497,18 @@ class Control:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Promises, for a schedule, that in this block nothing about the module changes but the
-        values of its tensors.
+        """Promises that in this block nothing about the module changes but the values of its
+        tensors, so that calls are checked less.
 
-        What graphs of a key have baked is then compared once, at its first call in the block, and
-        nobody replaces `.grad` of its parameters in between, as another graphed module with the
-        same parameters would.
+        What graphs of a key have baked is compared once, at its first call in the block, and nobody
+        may replace `.grad` of its parameters in between, as another graphed module with the same
+        parameters would.
+
+        Examples:
+            >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
+            >>> with packgraph.control(graphed).frozen():
+            ...     for _ in range(4):  # microbatches of a step
+            ...         graphed(torch.ones(4, 8)).sum().backward()
         """
         self._turn()
         if self._refusal is not None:
@@ -477,14 +528,20 @@ class Control:
     def build(
         self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
     ) -> None:
-        """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest
-        first.
+        """Captures calls before they are needed, the largest first.
 
-        samples: one tuple of call arguments per key; their values are not trained on. slots: how
-        many, default the module's `slots`, or one. Changes no training state. Failures are treated
-        as in a call. Captures what training will call: a module in evaluation mode is switched for
-        the time, gradients are on. training: False captures forwards alone, of a module that is in
-        evaluation mode.
+        Changes no training state and trains on no value. A capture that fails is treated as in a
+        call: it warns, or is an error in strict mode.
+
+        Args:
+            samples: Arguments of calls, one tuple for each shape.
+            slots: Number of slots to capture in. None takes those of `graph(slots=...)`, or one.
+            training: Capture what training will call: gradients are on, and a module in evaluation
+                mode is switched for the time. False captures forwards alone, of a module that is in
+                evaluation mode.
+
+        Raises:
+            ValueError: If an argument cannot be part of a key.
         """
         self._refuse_released()
         calls = []
@@ -534,13 +591,13 @@ class Control:
         return failed is None
 
     def close(self) -> None:
-        """Free every graph and pool. Calls run eagerly afterwards."""
+        """Frees every graph and pool. Calls run eagerly afterwards."""
         self._closed, self._frozen = True, None
         self.slots.clear()
         self._notices.end()
 
     def release(self) -> int:
-        """Free all graphs and pools, and move the module's weights to host memory, between steps:
+        """Frees all graphs and pools, and moves the module's weights to host memory, between steps:
         for another program on the same device, such as an inference engine.
 
         Parameters, buffers and their gradients become pinned tensors of the host; their device
@@ -568,7 +625,7 @@ class Control:
         return self._released.nbytes
 
     def restore(self) -> None:
-        """Bring the weights back that `release` has moved, with the values that they have on the
+        """Brings the weights back that `release` has moved, with the values that they have on the
         host now. Storages are those of before, so optimizers and tied weights see them; calls are
         captured again.
 

@@ -100,7 +100,8 @@ class Wrapper(torch.nn.Module):
         self.__dict__.update(shared | {_MODULE: module, CONTROL: control})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapper's hooks and, between them, what wraps the module."""
+        """Calls the module: by replay where possible, eagerly otherwise; hooks of the wrapper
+        run around it."""
         own = vars(self)
         if "forward" in own:  # put there past `__setattr__`
             self.forward = own.pop("forward")
