@@ -122,7 +122,8 @@ def tightened(
     packs: Sequence[OpenPack], lengths: Sequence[int], capacities: CapacitySet
 ) -> list[OpenPack]:
     """`packs`, or as many with fewer places, in any order. lengths: of the documents, by number."""
-    sizes = _sizes(capacities)
+    # For each number of tokens the last one, which takes most documents.
+    sizes = list({capacity.tokens: capacity for capacity in capacities.sorted}.values())
     if len(sizes) < 2 or len(packs) < 2:
         return list(packs)
     emptiest = sorted(packs, key=lambda pack: (pack.tokens, pack.members[0]))
@@ -142,16 +143,6 @@ def tightened(
                 best = others + again
                 break
     return best
-
-
-def _sizes(capacities: CapacitySet) -> list[Capacity]:
-    """Returns the capacity that takes most documents for each number of tokens, smallest first."""
-    by_tokens: dict[int, Capacity] = {}
-    for capacity in capacities.sorted:
-        known = by_tokens.get(capacity.tokens)
-        if known is None or (capacity.documents, capacity.bound) > (known.documents, known.bound):
-            by_tokens[capacity.tokens] = capacity
-    return list(by_tokens.values())
 
 
 def _combinations(

@@ -24,8 +24,8 @@ def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
         "",
         f"padding   {plan.sample.padding:.2%} of the places for tokens; {held_out}"
         f"{plan.alone.padding:.2%} with the largest bucket alone",
-        f"time      {plan.above_bound:.1%} above rows in shapes of their own, by the model of "
-        "costs; "
+        f"time      {plan.sample.above_bound(cost):.1%} above rows in shapes of their own, by the "
+        "model of costs; "
         f"{plan.alone.above_bound(cost):.1%} with the largest bucket alone",
         f"memory    {plan.memory_bytes / GIBIBYTE:.2f} GiB predicted: "
         f"{counted(request.slots, 'slot')} with a pool of "
@@ -58,7 +58,7 @@ def plan_values(plan: BucketPlan, unseen: PackedRows) -> dict[str, Any]:
         "padding": plan.sample.padding,
         "padding_held_out": unseen.padding,
         "padding_alone": plan.alone.padding,
-        "above_bound": plan.above_bound,
+        "above_bound": plan.sample.above_bound(cost),
         "above_bound_alone": plan.alone.above_bound(cost),
         "memory_bytes": plan.memory_bytes,
         "graph_bytes": plan.request.graph_bytes,

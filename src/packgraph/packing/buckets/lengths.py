@@ -203,37 +203,29 @@ def pack_sample(
     allowed = CapacitySet(capacities)
     found: dict[Capacity, Counter[Corner]] = {capacity: Counter() for capacity in allowed.sorted}
     pairs = 0
-    packs = (
-        _batches(lengths, allowed, policy.documents)
-        if policy.batches
-        else _steady(lengths, allowed, policy)
-    )
-    for members, tokens, capacity in packs:
+    for members, tokens, capacity in _rows(lengths, allowed, policy):
         found[capacity][tokens, len(members)] += 1
         pairs += sum(length * length for length in members)
     return PackedRows(tuple(found.items()), pairs)
 
 
-Row = tuple[list[int], int, Capacity]  # lengths of its documents, their sum, its capacity
+def _rows(
+    lengths: Sequence[int], allowed: CapacitySet, policy: PackingPolicy
+) -> Iterator[tuple[list[int], int, Capacity]]:
+    """Rows, as lengths of documents, their sum and capacity: of batch after batch, or of a stream
+    before it ended; all rows of a stream that ends before its window is full."""
+    size = policy.documents if policy.batches else max(len(lengths), 1)
+    ended, may_end = False, not policy.batches and len(lengths) >= policy.documents
 
-
-def _batches(lengths: Sequence[int], allowed: CapacitySet, documents: int) -> Iterator[Row]:
-    for start in range(0, len(lengths), documents):
-        batch = lengths[start : start + documents]
-        for pack in pack_lengths(batch, allowed, window=None):
-            yield [batch[member] for member in pack.members], pack.tokens, pack.capacity(allowed)
-
-
-def _steady(lengths: Sequence[int], allowed: CapacitySet, policy: PackingPolicy) -> Iterator[Row]:
-    """The rows of a stream before it ended; all rows of one that ends before its window is full."""
-    ended = False
-
-    def stream() -> Iterator[int]:
+    def read(batch: Sequence[int]) -> Iterator[int]:
         nonlocal ended
-        yield from lengths
-        ended = len(lengths) >= policy.documents
+        yield from batch
+        ended = may_end
 
-    for pack in pack_lengths(stream(), allowed, window=policy.documents):
-        if ended:
-            return
-        yield [lengths[member] for member in pack.members], pack.tokens, pack.capacity(allowed)
+    window = None if policy.batches else policy.documents
+    for start in range(0, len(lengths), size):
+        batch = lengths[start : start + size]
+        for pack in pack_lengths(read(batch), allowed, window=window):
+            if ended:
+                return
+            yield [batch[member] for member in pack.members], pack.tokens, pack.capacity(allowed)

@@ -180,14 +180,9 @@ class Judge:
         return corners
 
 
-def proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
-    """Sets of at most `most` corners, the largest of `top_tokens` tokens; at least one."""
-    kind = _batch_proposals if judge.request.policy.batches else _stream_proposals
-    return kind(judge, top_tokens, most)
-
-
-def _stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
-    """The best set for each cap on the documents of a row."""
+def stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
+    """Sets of at most `most` corners, the largest of `top_tokens` tokens; at least one: the best
+    set for each cap on the documents of a row."""
     request, natural = judge.request, judge.fills([(top_tokens, top_tokens)])
     counts = sorted(documents for (_, documents), rows in natural.items() for _ in range(rows))
     last = len(counts) - 1
@@ -199,9 +194,9 @@ def _stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tupl
         yield best_set(fills, grid_of(fills, top, request.multiple), request.cost, most).corners
 
 
-def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
-    """The best set for rows as the largest bucket alone gives them, and for each number of sizes
-    with close sums."""
+def batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
+    """The same of rows that are packed a batch at a time: the best set for rows as the largest
+    bucket alone gives them, and for each number of sizes with close sums."""
     request, each = judge.request, judge.request.policy.documents
     fills = judge.fills([(top_tokens, top_tokens)])
     documents = max(documents for _, documents in fills)
@@ -252,11 +247,6 @@ class BucketPlan:
             * request.cost.capture_layer_seconds
         )
 
-    @property
-    def above_bound(self) -> float:
-        """Share by which rows cost more than in shapes of their own without any padding."""
-        return self.sample.above_bound(self.request.cost)
-
 
 def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> BucketPlan:
     """The buckets for documents of these lengths. Raises ValueError when there are no documents,
@@ -282,7 +272,7 @@ def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> Bucket
     lengths = packed.draw(policy.sample_size(most_tokens, packed.mean), SEED)
     judge = Judge(lengths, request)
     corners = min(
-        proposals(judge, most_tokens, most),
+        (batch_proposals if policy.batches else stream_proposals)(judge, most_tokens, most),
         key=lambda found: (judge.cost(found), len(found)),
     )
     capacities = tuple(Capacity(*corner) for corner in judge.pruned(corners))

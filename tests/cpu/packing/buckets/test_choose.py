@@ -16,9 +16,10 @@ from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy, pa
 from packgraph.packing.buckets.planner import (
     BucketRequest,
     Judge,
+    batch_proposals,
     choose_buckets,
     measure,
-    proposals,
+    stream_proposals,
     within_budget,
 )
 from packgraph.packing.buckets.sets import covering_places, covering_sizes
@@ -75,7 +76,7 @@ def histogram_of(counts):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_of_unseen_documents_has_little_padding(kind, cost):
     plan = choose_buckets(LengthHistogram.of(lengths_of(kind, 20_000, 1)), BucketRequest(cost=cost))
-    assert len(plan.capacities) <= 8 and plan.above_bound < 0.01
+    assert len(plan.capacities) <= 8 and plan.sample.above_bound(plan.request.cost) < 0.01
     report = PackReport()
     for _ in pack_stream(
         iter(documents_of(lengths_of(kind, 3000, 2))), plan.capacities, window=256, report=report
@@ -124,11 +125,9 @@ def test_places_for_documents_follow_their_cost():
     free = choose_buckets(histogram, BucketRequest(cost=CostModel(tile_us=0.0)))
     dear = choose_buckets(histogram, BucketRequest(cost=CostModel(tile_us=10.0)))
     assert len(free.capacities) == 1 and len(dear.capacities) > 4
-    one = choose_buckets(histogram, BucketRequest(max_buckets=1))
-    assert (
-        len(one.capacities) == 1
-        and one.above_bound > 5 * choose_buckets(histogram, BucketRequest()).above_bound
-    )
+    one, many = (choose_buckets(histogram, BucketRequest(max_buckets=most)) for most in (1, 8))
+    alone, together = (plan.sample.above_bound(plan.request.cost) for plan in (one, many))
+    assert len(one.capacities) == 1 and alone > 5 * together
     assert one.capacities[0].documents < free.capacities[0].documents, (
         "a cap costs padding and saves places"
     )
@@ -152,7 +151,7 @@ def test_every_plan_holds_all_documents_and_is_the_same_twice(counts, batches, m
         plan.capacities, [length for length in counts for _ in range(counts[length])], policy
     )
     assert packed.tokens > 0 or not batches
-    assert plan.above_bound >= -1e-9 and 0 <= plan.sample.padding < 1
+    assert plan.sample.above_bound(plan.request.cost) >= -1e-9 and 0 <= plan.sample.padding < 1
 
 
 @settings(deadline=None, max_examples=5)
@@ -164,7 +163,8 @@ def test_the_choice_is_the_cheapest_proposal_within_what_a_bucket_is_worth(count
     histogram = histogram_of(counts)
     plan = choose_buckets(histogram, request)
     judge = Judge(histogram.draw(request.policy.sample_size(320, histogram.mean), 0), request)
-    best = min(judge.cost(corners) for corners in proposals(judge, 320, 3))
+    propose = batch_proposals if batches else stream_proposals
+    best = min(judge.cost(corners) for corners in propose(judge, 320, 3))
     assert judge.cost([(found.tokens, found.documents) for found in plan.capacities]) <= best * (
         1 + 1e-12
     )
