@@ -100,6 +100,7 @@ def linear_cross_entropy(
     *,
     scale: float = 1.0,
     softcap: float = 0.0,
+    hits: bool = False,
 ) -> Tensor:
     """Cross-entropy of a linear head in chunks of rows, without the whole logits.
 
@@ -113,9 +114,11 @@ def linear_cross_entropy(
         chunk: Rows of logits held at once. None derives it from V.
         scale: Factor on the logits.
         softcap: Bound on the scaled logits x, which become softcap * tanh(x / softcap). 0 is none.
+        hits: Whether labels with the largest logit of their row are counted, too.
 
     Returns:
-        The sum, a 0-d float32 tensor.
+        The sum, a 0-d float32 tensor; with `hits` float32 [2], the second number, which has no
+        gradient, being their count.
 
     Raises:
         ValueError: If `chunk` is below 1.
@@ -140,7 +143,7 @@ def linear_cross_entropy(
     want_weight = torch.is_grad_enabled() and weight.requires_grad
     own = weight.dtype == given  # a copy would be kept for nothing
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, rows, want_hidden, want_weight, own, scale, softcap
+        hidden, weight, labels, rows, want_hidden, want_weight, own, scale, softcap, hits
     )
 
 
@@ -157,16 +160,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         own: bool,
         scale: float,
         softcap: float,
+        hits: bool,
     ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        right = torch.zeros(int(hits), dtype=torch.float32, device=labels.device)  # or none
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight: Tensor | None = None
         for start in range(0, labels.shape[0], rows):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            products = chunk_hidden @ weight.t()
+            if hits:  # scale and cap keep the order of logits
+                right = right + (products.argmax(-1) == labels[part]).sum()
             grad_logits = gradient_of_products(
-                chunk_hidden @ weight.t(),
+                products,
                 labels[part],
                 losses[part],
                 scale,
@@ -187,17 +195,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The weight tells compiled code whose gradient is added to (`scaled_gradient`).
         identified = own and grad_weight is not None
         ctx.save_for_backward(grad_hidden, grad_weight, weight if identified else None)
-        return losses.sum()
+        ctx.hits = hits
+        return torch.cat((losses.sum()[None], right)) if hits else losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, weight = ctx.saved_tensors
+        grad = grad[0] if ctx.hits else grad
         if weight is None:
             of_weight = scaled(grad_weight, grad)
         else:
             of_weight = scaled_gradient(grad_weight, grad, weight)
-        return scaled(grad_hidden, grad), of_weight, *[None] * 7
+        return scaled(grad_hidden, grad), of_weight, *[None] * 8
 
 
 def gradient_of_products(

@@ -81,6 +81,24 @@ def test_only_ignored_rows_give_exact_zeros():
         assert (tensor == 0).all()
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_counts_labels_with_the_largest_logit(softcap):
+    """In the same chunks: the loss and gradients keep every bit."""
+    hidden, weight, labels = inputs(50, 16, 33, [3, 49])
+    labels[::5] = (hidden @ weight.t()).argmax(-1)[::5]
+    labels[3] = -100
+    options = {"chunk": 16, "scale": 0.5, "softcap": softcap}
+    plain = gradients(linear_cross_entropy, hidden, weight, labels, 0.1, **options)
+    found = gradients(
+        lambda *args, **more: linear_cross_entropy(*args, **more, hits=True)[0],
+        *(hidden, weight, labels, 0.1),
+        **options,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    counted = linear_cross_entropy(hidden, weight, labels, **options, hits=True)[1]
+    assert counted == ((hidden @ weight.t()).argmax(-1) == labels).sum() >= 10
+
+
 def test_repeats_bitwise():
     hidden, weight, labels = inputs(50, 16, 33, [3])
     runs = [
