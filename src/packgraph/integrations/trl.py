@@ -5,7 +5,7 @@
     class SFT(PackedTrainer, SFTTrainer): ...
 
 Rows that TRL has packed keep their documents (`seq_lengths`), and so do columns of labels and
-masks. TRL's own metrics of logits, entropy and accuracy of tokens, are not computed.
+masks. Of TRL's own metrics the accuracy of tokens is logged; entropy is not computed.
 """
 
 from packgraph.integrations.transformers.collator import PackingCollator

@@ -77,9 +77,9 @@ def test_graphs_change_no_bit(case, tmp_path):
     assert same(with_graphs.model, without.model)
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(with_graphs, name) == logged(without, name)
-    assert with_graphs.stats.fallbacks == {"warm-up": 2}
-    assert with_graphs.stats.replayed > with_graphs.packing.packs - 2 >= 9  # evaluation, too
     assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
+    assert with_graphs.stats.replayed > with_graphs.packing.packs - 2 >= 4  # evaluation, too
+    assert not with_graphs.stats.recaptures
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,9 @@ def test_training_is_that_of_the_plain_trainer(case, tmp_path):
     assert moved > 1e-3
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
+    # TRL takes means over microbatches, whatever labels each has.
+    for name in ("mean_token_accuracy", "eval_mean_token_accuracy"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), abs=0.01)
 
 
 def said(role, text):
@@ -171,6 +174,7 @@ def test_which_tokens_are_trained_is_what_trl_says(case, tmp_path):
     theirs = run(SFTTrainer, tmp_path / "theirs", **given)
     for name in ("loss", "grad_norm"):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=2e-5)
+    assert len(logged(ours, "mean_token_accuracy")) == 1
 
 
 def test_other_tokens_would_make_another_loss(tmp_path):
@@ -234,7 +238,7 @@ def test_checkpoints_are_those_of_the_model(tmp_path):
 
 def test_logs_hold_tokens_and_replays(tmp_path):
     trainer = run(Packing, tmp_path)
-    assert logged(trainer, "packgraph/replayed") == [2, 4, 4]
+    assert sum(logged(trainer, "packgraph/replayed")) == trainer.packing.packs - 2
     assert logged(trainer, "packgraph/fallbacks/warm-up") == [2]
     assert sum(logged(trainer, "packgraph/tokens")) == trainer.packing.tokens
     assert 0 < logged(trainer, "packgraph/padding")[-1] < 1

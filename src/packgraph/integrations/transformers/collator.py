@@ -1,6 +1,7 @@
-"""Microbatches of a trainer as packed batches, and capacities for them.
+"""Documents of a trainer as packed batches, and capacities for them.
 
-    examples of a data loader -- PackingCollator --> {"packs": [PackedBatch, ...], "report": ...}
+    evaluation   examples of a microbatch -- PackingCollator --> {"packs": [PackedBatch, ...], ...}
+    training     examples of a step, of all its microbatches -- pack_step --> packs
 
 Labels in examples stand where Hugging Face has them, at their token; a packed batch has them
 shifted. Nothing here needs transformers.
@@ -8,17 +9,22 @@ shifted. Nothing here needs transformers.
 
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.bins import pack_lengths
+from packgraph.packing.buckets.cost import FLASH4
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
+from packgraph.packing.capacity import Capacity, CapacitySet, read_capacities
+from packgraph.packing.document import BOUNDARIES, Document, read_item
+from packgraph.packing.pack import Overlong, PackReport, check_choice, fitting_parts
 
-from packgraph.packing.capacity import Capacity, read_capacities
-from packgraph.packing.document import BOUNDARIES, read_item
-from packgraph.packing.pack import Overlong, PackReport, check_choice, pack
-
-PACKS, REPORT = "packs", "report"
-QUANTILES = (0.5, 0.9, 1.0)  # of microbatches that have a capacity of that size
-STEP = 64  # tokens that sizes of capacities are multiples of
+EXAMPLES, PACKS, REPORT, CONTENTS = "examples", "packs", "report", "contents"
+MOST = 4  # capacities that are chosen: each takes a capture, and a compilation
+WORTH = 0.01  # share of the places, or of the time, that a further one must save
+MOST_STEPS = 500  # of the data that are packed to see how many documents stand in a row
 
 
 class PackingCollator:
@@ -46,38 +52,112 @@ class PackingCollator:
         self.capacities, self.overlong = read_capacities(capacities), overlong
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """The packs of `examples` under `packs`, and their `PackReport` under `report`.
+        """The packs of `examples` under `packs`, their `PackReport` under `report`, and under
+        `contents` what stands in each pack: pairs of an example's number and a document.
 
         examples: what `packgraph.pack` takes, one by one; of mappings, entries that say nothing
         about tokens are ignored.
         """
-        report = PackReport()
-        packs = pack(examples, self.capacities, overlong=self.overlong, report=report)
-        return {PACKS: packs, REPORT: report}
+        return self.pack(read_examples(examples)[EXAMPLES])
+
+    def pack(self, examples: Sequence[Sequence[Document]]) -> dict[str, Any]:
+        """Does the same for examples whose documents were read."""
+        allowed, report = CapacitySet(self.capacities), PackReport()
+        parts = [
+            (number, part)
+            for number, documents in enumerate(examples)
+            for document in documents
+            for part in fitting_parts(
+                document, allowed.longest, self.overlong, report, f"document {number}"
+            )
+        ]
+        packs, contents = list[PackedBatch](), list[list[tuple[int, Document]]]()
+        for row in pack_lengths([len(part) for _, part in parts], allowed, window=None):
+            contents.append([parts[member] for member in row.members])
+            documents = [document for _, document in contents[-1]]
+            packs.append(PackedBatch.of_documents(documents, row.capacity(allowed)))
+            report.count_pack(len(documents), row.tokens, packs[-1].capacity.tokens)
+        return {PACKS: packs, REPORT: report, CONTENTS: contents}
+
+    def pack_step(
+        self, examples: Sequence[Sequence[Document]]
+    ) -> tuple[list[PackedBatch], PackReport]:
+        """Packs the documents of all microbatches of a step together. Examples that are rows of
+        several documents stay as they are where that takes fewer rows."""
+        ways = [[examples]]
+        if any(len(documents) > 1 for documents in examples):
+            ways.append([[documents] for documents in examples])
+        found = []
+        for groups in ways:
+            made, total = [self.pack(group) for group in groups], PackReport()
+            for one in made:
+                add_report(total, one[REPORT])
+            found.append(([pack for one in made for pack in one[PACKS]], total))
+        return min(found, key=lambda way: (way[1].packs, way[1].places))
 
 
-def microbatch_capacities(
-    dataset: Any, examples: int, others: Iterable[Any] = ()
+def add_report(total: PackReport, more: PackReport) -> None:
+    """Adds the counts of `more` to `total`."""
+    known, added = total.state_dict(), more.state_dict()
+    total.load_state_dict({name: known[name] + added[name] for name in known})
+
+
+def read_examples(examples: Sequence[Any]) -> dict[str, list[list[Document]]]:
+    """Reads the documents of each example, as `collate_fn` of a loader whose steps are packed as a
+    whole."""
+    return {EXAMPLES: [list(read_item(item, f"document {n}")) for n, item in enumerate(examples)]}
+
+
+def step_capacities(
+    dataset: Any, examples: int, microbatches: int, others: Iterable[Any] = ()
 ) -> list[Capacity]:
-    """Capacities for microbatches of so many consecutive examples of `dataset`: half of the
-    microbatches, nine in ten, and all of them fit in one row. All lengths are read.
+    """Chooses capacities for steps of `microbatches` times `examples` examples of `dataset`.
 
-    others: data sets whose single documents must fit, too. Raises ValueError for a data set whose
-    lengths are not known beforehand, or one without documents.
+    The largest is at most that of the largest microbatch, so a step takes about the memory that it
+    takes unpacked. Sums of capacities lie close to what steps have, so rows are full.
+
+    Args:
+        dataset: For training. All lengths are read.
+        examples: Of a microbatch.
+        microbatches: Of a step.
+        others: Data sets whose single documents must fit, too.
+
+    Raises:
+        ValueError: If the lengths of a data set are not known beforehand, or there are no
+            documents.
     """
     rows = [row for row in document_lengths(dataset) if row]
     if not rows:
         raise ValueError("the data set for training has no documents")
-    groups = [
-        [length for row in rows[first : first + examples] for length in row]
-        for first in range(0, len(rows), examples)
+    totals, steps = [sum(row) for row in rows], _groups(rows, examples * microbatches)
+    longest = max(totals + [n for some in others for row in document_lengths(some) for n in row])
+    largest = max(longest, *map(sum, _groups(totals, examples)))
+    lengths, cost = LengthHistogram.of(totals), replace(FLASH4, document_us=0.0)
+    plans = [
+        choose_buckets(
+            lengths,
+            BucketRequest(
+                policy=PackingPolicy(documents=examples * microbatches, batches=True),
+                max_tokens=tokens,
+                max_buckets=MOST,
+                cost=cost,
+                worth=WORTH,
+            ),
+        )
+        for tokens in sorted({largest, max(longest, largest // 2)})
     ]
-    every = [rows, *map(document_lengths, others)]
-    longest = max(length for some in every for row in some for length in row)
-    totals = np.quantile([sum(group) for group in groups], QUANTILES, method="higher")
-    sizes = {-(-max(int(total), longest) // STEP) * STEP for total in totals}
-    documents = max(map(len, groups))
-    return [Capacity(size, documents) for size in sorted(sizes)]
+    best = min(plans, key=lambda plan: plan.sample.cost_us(cost))
+    sizes = CapacitySet([Capacity(size.tokens, size.tokens) for size in best.capacities])
+    documents = max(
+        len(row.members)
+        for step in steps[:: -(-len(steps) // MOST_STEPS)]
+        for row in pack_lengths([n for lengths in step for n in lengths], sizes, window=None)
+    )
+    return [Capacity(size.tokens, min(documents, size.tokens)) for size in sizes.sorted]
+
+
+def _groups(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[first : first + size] for first in range(0, len(values), size)]
 
 
 def document_lengths(dataset: Any) -> list[list[int]]:

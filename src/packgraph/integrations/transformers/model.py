@@ -120,6 +120,12 @@ class PackedModel(nn.Module):
         family: What surrounds its layers.
         output: See `packed`.
 
+    Attributes:
+        counts_hits: The loss is float32 [2], the second number being the labels that the model
+            finds most probable.
+        noise: NEFTune's alpha, None for no noise: in training embeddings get noise within
+            alpha / sqrt(tokens of their document * hidden size).
+
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from packgraph.integrations.transformers import packed
@@ -131,9 +137,13 @@ class PackedModel(nn.Module):
         ['embed', 'layer', 'head']
     """
 
+    counts_hits: bool
+    noise: float | None
+
     def __init__(self, model: nn.Module, family: PackedFamily, output: Output = "loss") -> None:
         super().__init__()
         self.model, self.family, self.output = model, family, output
+        self.counts_hits, self.noise = False, None
         self.layer_types: tuple[str, ...] = ()
         rotary = getattr(self.decoder, family.rotary) if family.rotary else None
         if rotary is not None and takes_layer_type(rotary):
@@ -230,6 +240,8 @@ class PackedModel(nn.Module):
         legal = is_word(tokens, embedding.weight.shape[0])
         # On CUDA an index outside the matrix would end the process.
         hidden = embedding(tokens.masked_fill(~legal, 0)[None])
+        if self.noise is not None and self.training:
+            hidden = hidden + noise_of(batch, hidden, self.noise)
         if family.scale:
             hidden = hidden * self._factor(family.scale)
         if family.positions:
@@ -247,23 +259,42 @@ class PackedModel(nn.Module):
         hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
         if output == "hidden":
             return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
-        labels, head = batch.labels, self.causal.get_output_embeddings()
-        scale, softcap = self._logits
+        return {"output": self.read_head(hidden, batch.labels, output, state["tokens_in_step"])}
+
+    def read_head(
+        self, hidden: Tensor, labels: Tensor, output: Output, tokens_in_step: Tensor | None = None
+    ) -> Tensor:
+        """The output for states [T, H] that the head reads, in chunks of rows where the head is one
+        matrix."""
+        head, (scale, softcap) = self.causal.get_output_embeddings(), self._logits
         entropy = output == "log_probabilities_and_entropies"
+        hits = self.counts_hits and output == "loss"
         if output == "loss" and is_plain(head):
-            total = linear_cross_entropy(hidden, head.weight, labels, scale=scale, softcap=softcap)
+            total = linear_cross_entropy(
+                hidden, head.weight, labels, scale=scale, softcap=softcap, hits=hits
+            )
         elif is_plain(head):
             total = linear_log_probabilities(
                 hidden, head.weight, labels, scale=scale, softcap=softcap, entropy=entropy
             )
         else:
-            total = naive_log_probabilities(head(hidden), labels, scale, softcap, entropy)
+            logits = head(hidden)
+            total = naive_log_probabilities(logits, labels, scale, softcap, entropy)
             total = -total.sum() if output == "loss" else total
+            if hits:
+                total = torch.stack((total, (logits.argmax(-1) == labels).sum().float()))
         if output != "loss":
-            return {"output": total}
-        tokens = state["tokens_in_step"]
-        tokens = token_count(labels) if tokens is None else tokens
-        return {"output": total / tokens.clamp(min=1)}
+            return total
+        tokens = token_count(labels) if tokens_in_step is None else tokens_in_step
+        if hits:
+            return torch.stack((total[0] / tokens.clamp(min=1), total[1]))
+        return total / tokens.clamp(min=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, V] of states [T, H] that the head reads: for a few rows at a time."""
+        scale, softcap = self._logits
+        found: Tensor = self.causal.get_output_embeddings()(hidden) * scale
+        return softcap * torch.tanh(found / softcap) if softcap else found
 
     @property
     def layers(self) -> list[Any]:
@@ -344,6 +375,15 @@ def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]
         return {**state, "hidden": hidden[0]}
 
     return run_layer
+
+
+def noise_of(batch: PackedBatch, embedded: Tensor, alpha: float) -> Tensor:
+    """Noise for embeddings [1, T, H] as NEFTune draws it for each document alone."""
+    ends = batch.cu_seqlens
+    lengths = torch.cat((ends[1:] - ends[:-1], ends[-1:])).clamp(min=1)  # the last of padding
+    bounds = alpha / (lengths * embedded.shape[-1]).sqrt()
+    drawn = torch.zeros_like(embedded).uniform_(-1, 1)
+    return drawn * bounds[batch.document_ids][None, :, None].to(embedded.dtype)
 
 
 def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]:

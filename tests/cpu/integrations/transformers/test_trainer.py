@@ -4,6 +4,7 @@ graphs change no bit of it."""
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -22,11 +23,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from packgraph.integrations.transformers import PackedTrainer, PackingCollator
+from packgraph.integrations.transformers import PackedTrainer, PackingCollator, packed
+from packgraph.integrations.transformers.collator import read_examples
 
 pytestmark = pytest.mark.usefixtures("one_process")
 TRAIN, TEST = documents(60), documents(13, seed=1)
-FIVE_REPLAYS = {"packgraph/replayed": [2, 4, 4], "packgraph/fallbacks": [2, 0, 0]}
 
 
 class Packing(PackedTrainer, Trainer):
@@ -53,10 +54,13 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Stop(TrainerCallback):
-    """Ends a run after its third step."""
+    """Ends a run after a step."""
+
+    def __init__(self, step):
+        self.step = step
 
     def on_step_end(self, args, state, control, **others):
-        control.should_training_stop = state.global_step == 3
+        control.should_training_stop = state.global_step == self.step
 
 
 def padded(examples):
@@ -66,7 +70,8 @@ def padded(examples):
     tokens = [example["input_ids"] + [0] * n for example, n in zip(examples, fill, strict=True)]
     found = {"input_ids": torch.tensor(tokens)}
     found["attention_mask"] = torch.tensor([[1] * (most - n) + [0] * n for n in fill])
-    found["labels"] = found["input_ids"].masked_fill(found["attention_mask"] == 0, -100)
+    labels = [example.get("labels", example["input_ids"]) for example in examples]
+    found["labels"] = torch.tensor([row + [-100] * n for row, n in zip(labels, fill, strict=True)])
     return found
 
 
@@ -93,12 +98,13 @@ def test_graphs_change_no_bit(changes, tmp_path):
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(with_graphs, name) == logged(without, name)
     evaluated = 4 if "eval_steps" in changes else 0  # microbatches of each of three evaluations
-    assert with_graphs.stats.replayed == 10 + 3 * evaluated
-    assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
-    assert dict(without.stats.fallbacks) == {"comparison": 12 + 3 * evaluated}
-    first, *others = FIVE_REPLAYS["packgraph/replayed"]
-    assert logged(with_graphs, "packgraph/replayed") == [first, *(n + evaluated for n in others)]
-    assert logged(with_graphs, "packgraph/fallbacks") == FIVE_REPLAYS["packgraph/fallbacks"]
+    packs = with_graphs.packing.packs
+    assert 6 <= packs < 12, "fewer than microbatches"
+    assert with_graphs.stats.replayed == packs - 2 + 3 * evaluated
+    assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2} and not with_graphs.stats.recaptures
+    assert dict(without.stats.fallbacks) == {"comparison": packs + 3 * evaluated}
+    assert sum(logged(with_graphs, "packgraph/replayed")) == packs - 2 + 2 * evaluated
+    assert logged(with_graphs, "packgraph/fallbacks") == [2, 0, 0]
     assert not same(with_graphs.model, model()), "it was trained"
 
 
@@ -120,16 +126,20 @@ def test_training_is_that_of_the_plain_trainer(tmp_path):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
 
 
-def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 3}
-    whole = trained(packing(tmp_path / "whole", **saving))
+@pytest.mark.parametrize(("stop", "eager"), [(3, False), (1, True), (4, True), (5, True)])
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(stop, eager, tmp_path):
+    """Within an epoch of four steps, at its end and behind it; its last step has one microbatch."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "data": TRAIN[:28]}
+    whole = trained(packing(tmp_path / "whole", **saving), eager)
     half = packing(tmp_path / "half", **saving, max_steps=6)
-    half.add_callback(Stop)
-    trained(half)
-    assert half.state.global_step == 3 and not same(half.model, whole.model)
+    half.add_callback(Stop(stop))
+    trained(half, eager)
+    assert half.state.global_step == stop and not same(half.model, whole.model)
     again = packing(tmp_path / "half", **saving)
-    trained(again, resume_from_checkpoint=True)
-    assert again.state.global_step == 6 and again.stats.replayed == 4
+    trained(again, eager, resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    assert eager or again.stats.replayed == again.packing.packs - 2 > 0
+    assert half.packing.documents + again.packing.documents == whole.packing.documents
     assert same(again.model, whole.model)
 
 
@@ -147,7 +157,7 @@ def test_checkpoints_are_those_of_the_model(tmp_path):
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
     trainer = trained(packing(tmp_path, **best, eval_strategy="steps", eval_steps=2))
-    assert trainer.stats.replayed == 10 + 12, "evaluations, too"
+    assert trainer.stats.replayed == trainer.packing.packs - 2 + 12, "evaluations, too"
     losses = logged(trainer, "eval_loss")
     assert trainer.evaluate()["eval_loss"] == min(losses)
 
@@ -161,7 +171,7 @@ def test_a_microbatch_may_take_several_packs(tmp_path):
     twin = trained(packing(tmp_path / "twin", optim="sgd", capacities=rows), eager=True)
     assert same(ours.model, twin.model)
     whole = trained(packing(tmp_path / "whole", optim="sgd"))
-    assert whole.packing.packs == 12
+    assert whole.packing.packs < 12
     assert logged(ours, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
     assert logged(ours, "packgraph/padding")[0] > 0
 
@@ -180,12 +190,28 @@ def test_documents_that_are_too_long(tmp_path):
 def test_capacities_come_from_the_lengths_of_the_data(tmp_path):
     chosen = packing(tmp_path).data_collator.capacities
     totals = [sum(len(d["input_ids"]) for d in TRAIN[i : i + 4]) for i in range(0, 60, 4)]
-    assert chosen[-1].tokens >= max(totals) > chosen[-1].tokens - 64
-    assert all(capacity.tokens % 64 == 0 and capacity.documents == 4 for capacity in chosen)
+    assert max(totals) > chosen[-1].tokens - 64 and len(chosen) <= 4
+    assert all(capacity.tokens % 64 == 0 and capacity.documents <= 8 for capacity in chosen)
     long = TRAIN[:4] + [{"input_ids": [1] * 500}]
-    assert packing(tmp_path, data=long).data_collator.capacities[0].tokens == 512
+    assert packing(tmp_path, data=long).data_collator.capacities[-1].tokens == 512
     with pytest.raises(ValueError, match="capacities must be given"):
         packing(tmp_path, data=iter(TRAIN))
+
+
+def test_the_documents_of_a_step_fill_its_rows(tmp_path):
+    """Each capacity is captured once, the largest first: others fit into its memory."""
+    many = {"gradient_accumulation_steps": 12, "data": documents(400, longest=200), "max_steps": 4}
+    trainer = trained(packing(tmp_path / "whole", **many))
+    assert trainer.packing.padding_fraction < 0.03
+    assert trainer.packing.packs < 4 * 12 and trainer.packing.documents == 4 * 48
+    assert 1 < trainer.stats.captured <= len(trainer.data_collator.capacities)
+    assert not trainer.stats.recaptures and trainer.stats.fallbacks == {"warm-up": 2}
+
+
+def test_evaluation_before_training_is_captured_largest_first_too(tmp_path):
+    trainer = packing(tmp_path, eval_strategy="steps", eval_steps=3, eval_on_start=True)
+    trained(trainer)
+    assert not trainer.stats.recaptures and trainer.stats.replayed > 0
 
 
 @pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "seq_lengths")])
@@ -251,8 +277,7 @@ def test_evaluation_replays_and_leaves_training_alone(tmp_path):
     before = trainer.evaluate()["eval_loss"]
     trained(trainer)
     assert trainer.evaluate()["eval_loss"] < before
-    found = trainer.predict(TEST)
-    assert found.predictions is None and found.metrics["test_loss"] < before
+    assert trainer.predict(TEST).metrics["test_loss"] < before
     assert dict(trainer.stats.fallbacks) == {"warm-up": 4}, "two of either kind"
 
 
@@ -261,7 +286,7 @@ def test_dropout_is_off_in_evaluation(tmp_path):
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
     replayed = trainer.stats.replayed
     trained(trainer)
-    assert trainer.stats.replayed == replayed + 10
+    assert trainer.stats.replayed == replayed + trainer.packing.packs - 2
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
@@ -270,7 +295,8 @@ def test_another_model_is_graphed_anew(tmp_path):
     first = trainer.graphed
     trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
     trained(trainer)
-    assert trainer.graphed is not first and trainer.stats.replayed == 10
+    assert trainer.graphed is not first
+    assert trainer.stats.replayed == trainer.packing.packs // 2 - 2 > 0
 
 
 def test_compiled_code(tmp_path):
@@ -280,18 +306,106 @@ def test_compiled_code(tmp_path):
         model(), arguments, train_dataset=TRAIN, graph_options={"compile": "aot_eager"}
     )
     trained(trainer)
-    assert trainer.stats.compiled > 0 and trainer.stats.replayed == 4
+    assert trainer.stats.compiled > 0
+    assert trainer.stats.replayed == trainer.packing.packs - 2 > 0
+
+
+def accuracy(found, compute_result=True):
+    """The share of labels that are predicted one token before, of what was seen until now."""
+    predictions, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    accuracy.seen += [(predictions == labels)[labels != -100]]
+    every = torch.cat([torch.as_tensor(one) for one in accuracy.seen])
+    return {"accuracy": every.double().mean().item()} if compute_result else {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reduced"),
+    [({}, True), ({}, False), ({"batch_eval_metrics": True}, True)],
+    ids=["predictions", "logits", "batches"],
+)
+def test_metrics_see_what_those_of_the_plain_trainer_see(changes, reduced, tmp_path):
+    """Prompts are masked, one row has several documents, and microbatches take several packs."""
+    rows = [{**row, "labels": [-100, -100, *row["input_ids"][2:]]} for row in TEST]
+    best = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    given = {"train_dataset": TRAIN, "eval_dataset": rows, **(best if reduced else {})}
+    if reduced:
+        given["compute_metrics"] = accuracy
+    arguments = TrainingArguments(**options(tmp_path, **changes))
+    small = packgraph.Capacity(tokens=64, documents=4)
+    ours = Packing(model(), arguments, capacities=small, token_accuracy=True, **given)
+    theirs = Trainer(model(), arguments, padded, **given)
+    found = []
+    for trainer in (ours, theirs):
+        accuracy.seen = []
+        found.append((trainer.predict(rows), trainer.evaluate()))
+    (mine, evaluated), (plain, plainly) = found
+    labelled = plain.label_ids != -100
+    assert (mine.label_ids == plain.label_ids).all() and mine.label_ids.shape == (13, 38)
+    ones, others = mine.predictions[labelled], plain.predictions[labelled]
+    if reduced:
+        assert (ones == others).all()
+        assert evaluated["eval_accuracy"] == plainly["eval_accuracy"] > 0
+        assert "batch_eval_metrics" in changes or (
+            evaluated["eval_mean_token_accuracy"] == pytest.approx(plainly["eval_accuracy"])
+        )
+    else:
+        torch.testing.assert_close(torch.tensor(ones), torch.tensor(others), rtol=1e-4, atol=1e-5)
+        with packgraph.eager("comparison"):
+            assert (ours.predict(rows).predictions == mine.predictions).all(), "bit by bit"
+    assert evaluated["eval_loss"] == pytest.approx(plainly["eval_loss"], rel=1e-5)
+    assert ours.stats.replayed > 0 and not ours.stats.recaptures
+
+
+def test_noise_on_embeddings(tmp_path):
+    """As NEFTune draws it for a document alone: new at every step, none in evaluation."""
+    noisy = {"neftune_noise_alpha": 9.0, "eval_strategy": "steps", "eval_steps": 2}
+    with_graphs = trained(packing(tmp_path / "graphs", **noisy))
+    without = trained(packing(tmp_path / "eager", **noisy), eager=True)
+    assert same(with_graphs.model, without.model) and with_graphs.stats.replayed > 0
+    assert logged(with_graphs, "loss") == logged(without, "loss")
+    assert logged(with_graphs, "eval_loss") == logged(without, "eval_loss")
+    quiet = trained(packing(tmp_path / "quiet", **{**noisy, "neftune_noise_alpha": None}), True)
+    assert not same(quiet.model, without.model)
+    assert with_graphs.evaluate()["eval_loss"] == with_graphs.evaluate()["eval_loss"]
+    made = packed(model(tie_word_embeddings=False))
+    made.noise, found = 9.0, []
+    torch.nn.init.zeros_(made.causal.get_input_embeddings().weight)
+    lengths = (4, 100)
+    (batch,) = packgraph.pack([[1] * n for n in lengths], packgraph.Capacity(128, 3))
+    for made.training in (True, True, False):
+        found.append(made.run_embed(made.begin(batch))["hidden"])
+    assert not torch.equal(found[0], found[1]) and not found[2].any()
+    assert not found[0][104:].any()
+    for length, rows in zip(lengths, found[0][:104].split(lengths), strict=True):
+        bound = 9.0 / math.sqrt(length * rows.shape[1])
+        assert 0.8 * bound < rows.abs().max() <= bound
+
+
+def test_a_run_ends_with_a_line_about_it(tmp_path, capsys):
+    trainer = trained(packing(tmp_path))
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "packgraph: " in one]
+    assert re.fullmatch(
+        rf"packgraph: [\d,]+ tokens/s after \d+\.\d s of captures, [\d.]+% padding, "
+        rf"{trainer.stats.captured} captures \(0 again\), {trainer.stats.replayed} replays, "
+        r"2 eager calls \(2 warm-up\)",
+        line,
+    )
+    assert logged(trainer, "packgraph/tokens_per_second")[0] > 0
+    assert not logged(trainer, "mean_token_accuracy"), "TRL has it"
 
 
 def test_what_cannot_be_followed_is_refused_with_all_reasons(tmp_path):
-    with pytest.raises(ValueError, match=r"label_smoothing_factor needs logits.*neftune") as raised:
-        packing(tmp_path, label_smoothing_factor=0.1, neftune_noise_alpha=5.0, torch_compile=True)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor needs logits.*padded") as raised:
+        packing(
+            tmp_path,
+            label_smoothing_factor=0.1,
+            include_for_metrics=["inputs"],
+            torch_compile=True,
+        )
     assert 'write graph_options={"compile": True}' in str(raised.value)
     arguments = TrainingArguments(**options(tmp_path))
     with pytest.raises(ValueError, match="data_collator= would not be called"):
         Packing(model(), arguments, padded, train_dataset=TRAIN)
-    with pytest.raises(ValueError, match="compute_metrics needs logits"):
-        Packing(model(), arguments, train_dataset=TRAIN, compute_metrics=len)
     with pytest.raises(ValueError, match="compute_loss_func needs logits"):
         Packing(model(), arguments, train_dataset=TRAIN, compute_loss_func=len)
     trainer = packing(tmp_path)
@@ -342,6 +456,18 @@ def test_the_collator_shifts_labels_once():
     assert batch.labels.tolist() == [-100, 7, -100, 9, *[-100] * 4]
     with pytest.raises(ValueError, match="overlong must be one of"):
         PackingCollator(rows, overlong="cut")
+
+
+def test_rows_of_several_documents_are_packed_again_where_that_takes_no_more_rows():
+    collator = PackingCollator(packgraph.Capacity(tokens=10, documents=8))
+    for rows, packed_as in (
+        ([(5, 3, 2), (4, 3, 3)], [(5, 3, 2), (4, 3, 3)]),  # best fit takes three
+        ([(2, 1), (3, 1), (8,)], [(2, 8), (1, 3, 1)]),
+    ):
+        given = [{"input_ids": [1] * sum(row), "seq_lengths": row} for row in rows]
+        packs, report = collator.pack_step(read_examples(given)["examples"])
+        assert [pack.lengths for pack in packs] == packed_as
+        assert report.packs == 2 and report.tokens == sum(map(sum, rows))
 
 
 def test_an_evaluation_without_labels_is_no_loss_of_zero(tmp_path):
