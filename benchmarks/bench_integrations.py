@@ -130,9 +130,7 @@ def bench_integrations(
         ConfigError: If the model is unknown, or without transformers.
     """
     if not importlib.util.find_spec("transformers"):
-        raise ConfigError(
-            ["bench integrations needs transformers: pip install packgraph[transformers]"]
-        )
+        raise ConfigError(["bench integrations needs transformers: pip install transformers"])
     config = _config_of(options)
     for tokens in options.tokens:
         bench = _Bench(options, config, tokens, device)

@@ -260,7 +260,7 @@ def verify_hf_config(
         ConfigError: The file or the model cannot be used, with the reason.
     """
     if not importlib.util.find_spec("transformers"):
-        raise ConfigError(["--hf-config needs transformers: pip install packgraph[transformers]"])
+        raise ConfigError(["--hf-config needs transformers: pip install transformers"])
     content = read_hf_config(Path(file), layers)
     transformers = importlib.import_module("transformers")
     torch.manual_seed(seed)
