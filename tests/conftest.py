@@ -17,6 +17,8 @@ import torch
 
 from packgraph.graphs.checks import random_state
 
+WARNED: list[str] = []  # tests that warned of what pyproject.toml does not name
+
 if importlib.util.find_spec("hypothesis") is not None:
     import hypothesis
 
@@ -53,6 +55,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_warning_recorded(nodeid: str) -> None:
+    WARNED.append(nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A warning that pyproject.toml does not name fails the run, where there is no GPU, whose
+    libraries warn by their version. Raised as errors they would change what they come from."""
+    if WARNED and not exitstatus and not torch.cuda.is_available():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if WARNED and not torch.cuda.is_available():
+        line = "filterwarnings in pyproject.toml names no such warning: mend what it comes from"
+        terminalreporter.write_line(line, red=True)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -144,7 +144,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         torch_function_mode_stack_state_mgr if _TAKES_MODES else contextlib.nullcontext(),
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")  # ours name the user's line
         found = convert_frame.compile_frame(
             code,
             names,
