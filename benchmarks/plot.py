@@ -1,8 +1,8 @@
 """The pictures of docs/benchmarks from rows: python benchmarks/plot.py benchmarks/results/*.jsonl
 [--out docs/benchmarks]
 
-One SVG file for each kind of row that there is; what was not measured is not drawn. Needs
-matplotlib (`pip install packgraph[plot]`).
+One SVG file for each kind of row that there is, and `front.svg`, the first picture of README; what
+was not measured is not drawn. Needs matplotlib (`pip install matplotlib`).
 """
 
 import argparse
@@ -17,6 +17,14 @@ from packgraph.bench.rows import Row
 ROOT = Path(__file__).parents[1]
 Series = dict[str, list[tuple[float, float]]]
 MARKS = "osD^vP*Xhd<>p"
+# The first picture of README: its rows, and what its bars are called.
+FRONT, FRONT_TOKENS = ("qwen3-0.6b", 28, "layers", "flash"), (1024, 8192)
+FRONT_WAYS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "reduce-overhead": "torch.compile,\nreduce-overhead",
+    "auto+compile": "packgraph,\ngraphs + compile",
+}
 
 
 def by_tokens(rows: Sequence[Row], figure: str) -> Series:
@@ -67,6 +75,35 @@ def bars(
     axes.legend(fontsize=7)
 
 
+def front_speeds(rows: Sequence[Row]) -> dict[int, list[float]]:
+    """Real tokens a second of each way of the first picture, for each number of tokens in a row;
+    nothing where one was not measured."""
+    price = {
+        (row["way"], row["tokens"]): row["figures"]["ms_per_1000_tokens"]["median"]
+        for row in newest(rows, "step")
+        if (row["model"], row["layers"], row.get("part"), row.get("attention_asked")) == FRONT
+    }
+    if not all((way, tokens) in price for way in FRONT_WAYS for tokens in FRONT_TOKENS):
+        return {}
+    return {tokens: [1e6 / price[way, tokens] for way in FRONT_WAYS] for tokens in FRONT_TOKENS}
+
+
+def draw_front(axes: Any, tokens: int, speeds: Sequence[float]) -> None:
+    """Draws a bar for each way with its speed, and how many times that of eager it is."""
+    shown = axes.barh(list(FRONT_WAYS.values()), speeds, 0.7, color=[*["#9aa5b1"] * 3, "#3f51b5"])
+    labels = [
+        f" {speed / 1000:,.0f}k" + (f"  ({speed / speeds[0]:.1f}×)" if number else "")
+        for number, speed in enumerate(speeds)
+    ]
+    axes.bar_label(shown, labels, fontsize=10)
+    axes.set_title(f"rows of {tokens:,} tokens", fontsize=11, loc="left")
+    axes.set(xlim=(0, 180_000), xticks=range(0, 200_000, 50_000))
+    axes.xaxis.set_major_formatter(lambda speed, _: f"{speed / 1000:g}k" if speed else "0")
+    axes.invert_yaxis()  # the first way on top
+    axes.tick_params(left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
 def draw_all(rows: list[Row], out: Path) -> list[Path]:
     """Write every picture that there are rows for; returns the files."""
     import matplotlib
@@ -82,6 +119,12 @@ def draw_all(rows: list[Row], out: Path) -> list[Path]:
         figure.savefig(written[-1], metadata={"Date": None})
         pyplot.close(figure)
 
+    if speeds := front_speeds(rows):
+        figure, both = pyplot.subplots(2, 1, figsize=(6.6, 4.6), sharex=True)
+        for axes, (tokens, found) in zip(both, speeds.items()):
+            draw_front(axes, tokens, found)
+        both[-1].set_xlabel("tokens per second")
+        save(figure, "front")
     for (model, part, asked), mine in step_kinds(newest(rows, "step")).items():
         figure, axes = pyplot.subplots(figsize=(6.4, 4.4))
         lines(
