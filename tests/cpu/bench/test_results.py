@@ -183,6 +183,19 @@ def test_the_figures_of_the_first_page_stand_in_the_pages_that_it_names() -> Non
     assert read == [number for number, *_ in lines] == [*"12345"]
 
 
+def test_readme_has_the_figures_of_its_picture_and_of_the_first_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = text[text.index("## Results") : text.index("## How it works")]
+    speeds = plot.front_speeds(read_rows(sorted(RESULTS.glob("*.jsonl"))))
+    drawn = {f"{speed:,.0f}" for _, *others in speeds.values() for speed in others}
+    known = {*re.findall(r"\d+,\d+", PAGES[0].read_text(encoding="utf-8")), "1,024", "8,192"}
+    shown = {*re.findall(r"\d+,\d+", results)}
+    assert len(drawn) == 6 and drawn <= shown <= drawn | known
+    commands = re.findall(r"`(?:python|torchrun [^`]*?) ?benchmarks/bench.py ([^`]+)`", results)
+    assert len(commands) == 3 and all(read_bench(line.split(), ALL) for line in commands)
+    assert plot.front_speeds(ROWS) == {}, "where a way was not measured there is no picture"
+
+
 def test_series_of_pictures() -> None:
     kinds = step_kinds(newest(ROWS, "step"))
     assert list(kinds) == [("tiny-2-layers", "layers", "own"), ("tiny-2-layers", "layers", "flash")]
