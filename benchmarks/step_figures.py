@@ -36,8 +36,9 @@ from torch.autograd import DeviceType
 
 from packgraph.bench.comparison import Deadline, time_calls
 from packgraph.bench.rows import FAILURES, Column, Row, value, why
-from packgraph.models.branches import head_weights, token_weights
+from packgraph.models.branches import forward_operations
 from packgraph.models.config import DecoderConfig
+from packgraph.packing.batch import count_pairs
 
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
 BUSY_CALLS, WALL_RUNS = 2, 3
@@ -50,12 +51,7 @@ def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> in
     head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a
     gradient.
     """
-    weights = token_weights(config) + (head_weights(config) if head else 0)
-    others = sum(
-        config.count(name) * kind.operations(config, lengths)
-        for name, kind in config.kinds().items()
-    )
-    return 6 * weights * sum(lengths) + 3 * others
+    return 3 * forward_operations(config, sum(lengths), count_pairs(lengths), head)
 
 
 def peak_share(flops: float, milliseconds: float) -> float:

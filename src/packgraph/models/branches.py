@@ -28,7 +28,7 @@ The constants are those of one H200 in bfloat16 and only ratios count (docs/benc
 products reach two thirds of 797 TFLOP/s, memory is read and written at 4.3 TB/s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -105,9 +105,9 @@ class BranchKind:
         """Numbers per token that ranks exchange which share a row by heads (Ulysses)."""
         return 0
 
-    def operations(self, config: "DecoderConfig", lengths: Sequence[int]) -> int:
+    def operations(self, config: "DecoderConfig", tokens: int, pairs: int) -> int:
         """Floating point operations of the forward beside products with weights, for documents of
-        these lengths in tokens."""
+        so many tokens and pairs of them; L tokens have L (L + 1) / 2 pairs under a causal mask."""
         return 0
 
     def context_problem(self, config: "DecoderConfig", ranks: int) -> str | None:
@@ -183,9 +183,7 @@ class AttentionBranch(BranchKind):
         keys = config.num_heads if config.latent.enabled else config.num_kv_heads
         return (config.num_heads + keys) * sum(head_sizes(config))
 
-    def operations(self, config: "DecoderConfig", lengths: Sequence[int]) -> int:
-        """Causal attention has L (L + 1) / 2 pairs in a document of L tokens."""
-        pairs = sum(length * (length + 1) // 2 for length in lengths)
+    def operations(self, config: "DecoderConfig", tokens: int, pairs: int) -> int:
         return config.num_heads * 2 * sum(head_sizes(config)) * pairs
 
 
@@ -225,10 +223,10 @@ class MambaBranch(BranchKind):
         """Numbers per token of the convolution's input, the time steps, and the outputs."""
         return config.mamba.channels + config.mamba.num_heads + config.mamba.inner
 
-    def operations(self, config: "DecoderConfig", lengths: Sequence[int]) -> int:
+    def operations(self, config: "DecoderConfig", tokens: int, pairs: int) -> int:
         """A head adds an outer product of P columns and S of state for each token and multiplies
         the state by S columns to read it, 4 P S together: what the recurrence asks for."""
-        return config.mamba.inner * 4 * config.mamba.state * sum(lengths)
+        return config.mamba.inner * 4 * config.mamba.state * tokens
 
     def context_problem(self, config: "DecoderConfig", ranks: int) -> str | None:
         mamba = config.mamba
@@ -331,6 +329,28 @@ def head_weights(config: "DecoderConfig") -> int:
     """Elements of the head for each time that a token passes it: once for every token that is
     predicted."""
     return config.vocab_size * config.hidden_size * (1 + config.mtp_layers)
+
+
+def forward_operations(config: "DecoderConfig", tokens: int, pairs: int, head: bool = True) -> int:
+    """Floating point operations that a decoder asks for in the forward; the backward takes twice
+    as many.
+
+    Counted are products of matrices for real tokens: padding, recomputation, norms and activation
+    functions are none of the model's work. A weight costs 2 operations a token; of experts, those
+    that a token is routed to count. A pair of tokens costs 2 D for its score and 2 D for its value
+    in each query head of D columns.
+
+    Args:
+        config: Shape of the decoder.
+        tokens: Of all documents.
+        pairs: Of tokens within documents, as `PackedBatch.num_pairs`.
+        head: Whether the head runs, too; the embedding is a lookup.
+    """
+    weights = token_weights(config) + (head_weights(config) if head else 0)
+    return 2 * weights * tokens + sum(
+        config.count(name) * kind.operations(config, tokens, pairs)
+        for name, kind in config.kinds().items()
+    )
 
 
 def _matrices(config: "DecoderConfig") -> int:

@@ -37,9 +37,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from packgraph.models.branches import token_weights
+from packgraph.models.branches import forward_operations
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
+from packgraph.packing.batch import count_pairs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import SHARDS, Layout, Shard
 from packgraph.train.build import with_shape
@@ -114,11 +115,8 @@ def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> tuple[float, di
     those of the second one by the kind of recomputation."""
     model, tokens, length = config.model, asked.tokens, asked.length or asked.tokens
     lengths = [length] * (tokens // length) + [tokens % length] * (tokens % length > 0)
-    beside = sum(
-        model.count(name) * branch.operations(model, lengths)
-        for name, branch in model.kinds().items()
-    )
-    forward = float(2 * token_weights(model) * tokens + beside) / (asked.tflops * 1e12)
+    operations = forward_operations(model, tokens, count_pairs(lengths), head=False)
+    forward = operations / (asked.tflops * 1e12)
     cheap = kept_columns(model, NONE) - kept_columns(model, SELECTIVE)
     cheap *= ITEMSIZE[config.run.dtype] * tokens
     again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
