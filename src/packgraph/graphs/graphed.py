@@ -526,7 +526,11 @@ class Control:
         return len(self.capturer.cache.failed)
 
     def build(
-        self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
+        self,
+        samples: Sequence[tuple[Any, ...]],
+        slots: int | None = None,
+        training: bool = True,
+        watch: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     ) -> None:
         """Captures calls before they are needed, the largest first.
 
@@ -539,6 +543,8 @@ class Control:
             training: Capture what training will call: gradients are on, and a module in evaluation
                 mode is switched for the time. False captures forwards alone, of a module that is in
                 evaluation mode.
+            watch: Iterates over the captures, which it gets as a list, and may show how far they
+                are.
 
         Raises:
             ValueError: If an argument cannot be part of a key.
@@ -566,7 +572,7 @@ class Control:
             busy = CaptureError(
                 fallback.BUSY, user_line(), "build graphs before other threads call the module"
             )
-            for lease, (call, args) in itertools.product(leases, calls):
+            for lease, (call, args) in watch(list(itertools.product(leases, calls))):
                 if call.key in self.capturer.cache.failed:
                     continue
                 try:

@@ -59,6 +59,7 @@ from packgraph.train.features.lora import (
     needs_merged,
     save_adapter,
 )
+from packgraph.train.progress import SILENT, Phases, phases_of_command
 from packgraph.train.run_files import CHECKPOINTS, CONFIG, WRITING, sync_file, sync_folder, writing
 
 TOKENIZER_FILES = (
@@ -71,13 +72,20 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False) -> Path:
+def export(
+    run: Path,
+    folder: Path,
+    *,
+    adapter: bool = False,
+    best: bool = False,
+    phases: Phases = SILENT,
+) -> Path:
     """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face
     checkpoint, adapters merged into them.
 
     Files of the tokenizer that the run was trained with are copied, and what ends a generated text
     is written. adapter: write the adapter alone instead. best: take the checkpoint of the lowest
-    loss instead of the newest. Returns the checkpoint's folder. Raises
+    loss instead of the newest. phases: shows how far it is. Returns the checkpoint's folder. Raises
     ConfigError, CheckpointError, WeightsError and RunFileError.
     """
     problems = [
@@ -105,8 +113,13 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
                 f"{file}: a link to {file.resolve()}, which is none of the model's files; remove "
                 "the link, or put a copy in its place"
             )
-    model, checkpoint = load_trained(run, config, best=best)
-    with writing(folder, "Make room there or choose another folder"), _moved_into(folder) as new:
+    with phases.during(f"reading the checkpoint of {run}"):
+        model, checkpoint = load_trained(run, config, best=best)
+    with (
+        writing(folder, "Make room there or choose another folder"),
+        _moved_into(folder) as new,
+        phases.during(f"writing weights to {folder}"),
+    ):
         try:
             if adapter and isinstance(model, PackedModel):
                 save_adapter(model, config, new)
@@ -267,7 +280,10 @@ class Chat:
 
 def run_export(asked: ExportArguments) -> int:
     """Run `packgraph export`; returns the exit code. Raises as `export` does."""
-    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
+    with phases_of_command() as phases:
+        checkpoint = export(
+            asked.run, asked.folder, adapter=asked.adapter, best=asked.best, phases=phases
+        )
     print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
     return 0
 

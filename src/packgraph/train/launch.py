@@ -32,10 +32,12 @@ import torch
 from rich.console import Console
 
 from packgraph.graphs.memory import budget
+from packgraph.models.decoder import stage_weights
 from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
+from packgraph.ops.names import NATIVE
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.layout import SHARDS
 from packgraph.parallel.mesh import Mesh
@@ -65,6 +67,8 @@ from packgraph.train.data import (
     row_notes,
     tokenizer_notes,
 )
+from packgraph.train.data.order import WeightedSource
+from packgraph.train.data.shards import ShardSource
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import (
     context_choices,
@@ -72,13 +76,13 @@ from packgraph.train.features.context import (
     context_request,
     places_multiple,
 )
-from packgraph.train.features.live import running
+from packgraph.train.features.live import live_shape, running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.features.profile import profiled_steps
 from packgraph.train.memory import SHARE, Agree, available_memory, check_memory, predicted_peak
 from packgraph.train.metrics import BOARD
 from packgraph.train.plan import with_capacities, with_stored_capacities
-from packgraph.train.progress import ProgressView, left_out_line
+from packgraph.train.progress import ProgressView, left_out_line, phases_of_command
 from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, RunFileError, sampled_digest
 from packgraph.train.run_folder import (
     FREE_ON_RESUME,
@@ -88,6 +92,7 @@ from packgraph.train.run_folder import (
     check_same_run,
     choose_folder,
     has_checkpoint,
+    model_name,
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
@@ -194,12 +199,14 @@ def use_deterministic_kernels(device: torch.device) -> None:
 @dataclass(frozen=True)
 class Prepared:
     """Inputs of a run. config: with its capacities known. notes: what was chosen for it, for
-    people. evaluation: by name, the packs that it evaluates on."""
+    people. evaluation: by name, the packs that it evaluates on. data: how much there is to train
+    on, in words."""
 
     config: TrainConfig
     microbatches: Microbatches
     notes: Sequence[str]
     evaluation: Mapping[str, Microbatches]
+    data: str
 
 
 def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepared:
@@ -234,7 +241,20 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
             f"warning: text becomes one token a byte, which weights in {learned} have learned only "
             "if they were trained so; else name their tokenizer.json by --data.tokenizer"
         )
-    return Prepared(config, packs(config.data, documents), notes, evaluation)
+    data = _data_in_words(config, documents)
+    return Prepared(config, packs(config.data, documents), notes, evaluation, data)
+
+
+def _data_in_words(config: TrainConfig, documents: DocumentSource) -> str:
+    """Documents of a source, and of shards their tokens and steps of an epoch."""
+    count, per_step = len(documents), config.run.tokens_per_step
+    told = f"{config.data.path or config.data.source}: {count:,} documents"
+    tokens = documents.tokens if isinstance(documents, ShardSource) else None
+    if tokens is not None:
+        told += f", {tokens:,} tokens"
+        if not isinstance(documents, WeightedSource):
+            told += f"; an epoch has about {max(1, round(tokens / per_step)):,} steps"
+    return f"{told}; {per_step:,} tokens a step"
 
 
 def input_facts(given: TrainConfig, prepared: Prepared) -> dict[str, Any]:
@@ -361,7 +381,9 @@ def _train(
     config, folder, notes = decided_by_first(
         whereabouts.store, launch, partial(_decide, config, asked), ConfigError
     )
-    prepared = prepare(config, device, launch.world)
+    quiet = launch.rank != 0
+    with phases_of_command(quiet=quiet) as phases, phases.during("reading documents"):
+        prepared = prepare(config, device, launch.world)
     config = prepared.config
     available = available_memory(device, launch.local_world)
     least = shard_choices(config, device.type, launch.world)[-1]
@@ -369,7 +391,7 @@ def _train(
     told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
     # it.
-    console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
+    console = Console(stderr=True, highlight=False, quiet=quiet)
     with (
         processes(config.parallel.layout(), device, launch, store=whereabouts.store) as mesh,
         contextlib.ExitStack() as held,
@@ -393,22 +415,25 @@ def _train(
             partial(everywhere, mesh.everyone()),
         )
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
-        view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        view.note(*noted, *prepared.notes, *told, *sharding)
+        view.note(f"{model_name(config)} on {device}{layout}, written to {folder}")
         if nodes.others:
             count = 1 + len(nodes.others)
             view.note(f"{count} nodes have folders of their own: checkpoints are here")
-        trainer = Trainer(
-            config,
-            folder,
-            prepared.microbatches,
-            device,
-            view,
-            mesh,
-            whereabouts,
-            nodes,
-            prepared.evaluation,
-        )
+        with view.phases.during("making the model"):
+            trainer = Trainer(
+                config,
+                folder,
+                prepared.microbatches,
+                device,
+                view,
+                mesh,
+                whereabouts,
+                nodes,
+                prepared.evaluation,
+            )
+        facts = run_facts(config, trainer, prepared.data, available)
+        view.note(*(f"  {name:9}  {fact}" for name, fact in facts.items()))
+        view.note(*noted, *prepared.notes, *told, *sharding)
         decoders = (chunk for chunk in trainer.model.chunks if isinstance(chunk, DecoderStack))
         if choices := dict.fromkeys(str(chunk.attention_choice()) for chunk in decoders):
             view.note(f"attention by {', '.join(choices)}")
@@ -427,7 +452,44 @@ def _train(
                 summary = trainer.run(stop)
         finally:
             trainer.close()
+        view.log(*closing_lines(config, folder, summary, launch))
     return folder, summary
+
+
+def run_facts(
+    config: TrainConfig, trainer: Trainer, data: str, available: int | None
+) -> dict[str, str]:
+    """What a run is, by name, in words.
+
+    Args:
+        config: Of the run, with all of it chosen.
+        trainer: Of this rank.
+        data: How much there is to train on, in words.
+        available: Bytes that this process may take on its device; None = nobody knows.
+    """
+    model, mesh, device, run = config.model, trainer.mesh, trainer.device, config.run
+    live, offload = config.hf.path, config.optimizer.offload
+    count = sum(stage_weights(model, 0, 1)[:2]) if live is None else live_shape(live).elements
+    trained = "all trained"
+    if config.lora.enabled:
+        adapters = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
+        count, trained = count + sum(adapters), f"{sum(adapters):,} of them trained (adapters)"
+    precision = run.dtype + ("" if model.precision == NATIVE else f", products {model.precision}")
+    if run.dtype != "float32":
+        precision += f"; gradients are summed in {config.gradient_dtype(mesh.world)}"
+    world = "1 process" if mesh.world == 1 else f"{mesh.world} processes, {mesh.layout}"
+    world += f", {config.parallel.known_shard} sharded" if config.parallel.shards else ""
+    waiting = [*config.offload.modules, *(["optimizer state"] if offload else [])]
+    peak = predicted_peak(config, device.type, mesh.world, mesh.rank)
+    free = "" if available is None else f", {budget.shown(available)} free"
+    return {
+        "model": f"{count:,} parameters, {trained}",
+        "data": data,
+        "precision": precision,
+        "world": world,
+        "recompute": f"{run.recompute}, offload {', '.join(waiting) or 'none'}",
+        "memory": f"about {budget.shown(peak)} predicted at the peak{free}",
+    }
 
 
 def _decide(config: TrainConfig, asked: Collection[str]) -> tuple[TrainConfig, Path, list[str]]:

@@ -1,13 +1,13 @@
 """The folder of a run: which one it is, what it says of its configuration, and that no finished
 work is overwritten.
 
-    runs/NAME/  config.json  metrics.jsonl  tensorboard/  checkpoints/  summary.json
+    runs/NAME/  config.json  metrics.jsonl  run.log  tensorboard/  checkpoints/  summary.json
 
 A name given by the user that exists already is refused without `--resume`. A name derived from the
-preset is made unique: qwen3-tiny, qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the
-last of them. A run that ended before its first checkpoint has nothing to lose: its name is free
-again. A run that is being written is claimed by a lock that its process holds, so two processes
-never write the same one.
+model (its preset, or the folder of a model of transformers) is made unique: qwen3-tiny,
+qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the last of them. A run that ended
+before its first checkpoint has nothing to lose: its name is free again. A run that is being written
+is claimed by a lock that its process holds, so two processes never write the same one.
 
 When a run begins in its folder (`begin_in`), all ranks must see one file system there, and what a
 killed process left is gone. Every rank writes its shards into the folder, and rank 0 declares the
@@ -22,6 +22,7 @@ alike; values are changed by options.)
 
 import errno
 import fcntl
+import os
 import re
 import socket
 import time
@@ -43,6 +44,7 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.stored import stored_config
 from packgraph.train.metrics import BOARD, NAMES
 from packgraph.train.node_folders import NodeFolders, find_nodes, shared_folder
+from packgraph.train.progress import RUN_LOG
 from packgraph.train.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -55,7 +57,10 @@ from packgraph.train.run_files import (
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CLAIM = ".claim"  # locked by the process that writes the run
-FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, NAMES, "wandb", "offload", "profile")
+FILES = (
+    *(CONFIG, METRICS, SUMMARY, RUN_LOG, CLAIM, CHECKPOINTS, BOARD, NAMES),
+    *("wandb", "offload", "profile"),
+)
 # What may differ when a run goes on: how long it runs, what is written and where, not what it
 # learns. Graphs compute what eager training computes, data are compared by their contents, and
 # checkpoints know no layout.
@@ -150,7 +155,7 @@ def choose_folder(config: TrainConfig) -> Path:
         )
     if config.run.resume or name is not None:
         folder, resumes, busy = _newest(config), config.run.resume, "is being written by another"
-        what = f"{folder}" if name is not None else f"of preset {config.preset} in {parent}"
+        what = f"{folder}" if name is not None else f"of {model_name(config)} in {parent}"
         goes_on = has_checkpoint(folder)
         more = ", or go on with it by --resume" if goes_on else " or remove that folder"
         problems = {
@@ -166,11 +171,12 @@ def choose_folder(config: TrainConfig) -> Path:
         if found := true_of(problems):
             raise ConfigError(found[:1])
         return folder
-    taken = _numbered(parent, config.preset)
+    model = model_name(config)
+    taken = _numbered(parent, model)
     number = max(taken, default=0)
     if not number or not _was_given_up(taken[number]):
         number += 1
-    return parent / (config.preset if number == 1 else f"{config.preset}-{number}")
+    return parent / (model if number == 1 else f"{model}-{number}")
 
 
 def can_go_on(config: TrainConfig) -> bool:
@@ -187,10 +193,13 @@ def can_go_on(config: TrainConfig) -> bool:
 
 
 def _newest(config: TrainConfig) -> Path:
-    """The folder of the run of this name, or of the last one that is called like the preset."""
+    """The folder of the run of this name, or of the last one that is called like the model."""
     parent, name = Path(config.run.folder), config.run.name
-    taken = _numbered(parent, config.preset) if name is None else {}
-    return taken[max(taken)] if taken else parent / (name or config.preset)
+    if name is not None:
+        return parent / name
+    # Runs of models of transformers were called like their preset, hf.
+    taken = _numbered(parent, model_name(config)) or _numbered(parent, config.preset)
+    return taken[max(taken)] if taken else parent / model_name(config)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -285,11 +294,22 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
 
 
-def _numbered(parent: Path, preset: str) -> dict[int, Path]:
-    """Existing folders PRESET and PRESET-N by number (PRESET is 1)."""
+def model_name(config: TrainConfig) -> str:
+    """The name of what is trained: that of the preset, or of a model of transformers that of its
+    folder, or of its repository in the cache of Hugging Face's hub."""
+    if config.hf.path is None:
+        return config.preset
+    folder = Path(os.path.abspath(Path(config.hf.path).expanduser()))
+    if folder.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
+        return folder.parents[1].name.rpartition("--")[2]
+    return folder.name or config.preset
+
+
+def _numbered(parent: Path, name: str) -> dict[int, Path]:
+    """Existing folders NAME and NAME-N by number (NAME is 1)."""
     found: dict[int, Path] = {}
-    for path in parent.glob(preset + "*"):
-        if (match := re.fullmatch(re.escape(preset) + r"(?:-(\d+))?", path.name)) is not None:
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if (match := re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)) is not None:
             found[int(match[1] or 1)] = path
     return found
 

@@ -63,6 +63,7 @@ from packgraph.train.features.recompute import LeastRecompute
 from packgraph.train.feed import StepPack, count_loss_tokens
 from packgraph.train.memory import MemoryPlan, available_memory, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
+from packgraph.train.progress import SILENT
 
 OFF = "graphs are off"
 Around = contextlib.AbstractContextManager[None]
@@ -87,6 +88,7 @@ class Executor:
         everyone: The ranks that must capture the same, None = this one alone.
         chooses_recompute: Whether trials choose the least recomputation that fits.
         rows_differ: Whether ranks that capture together have rows of other sizes at a time.
+        phases: Shows how far captures are.
     """
 
     whole_steps = False
@@ -102,6 +104,7 @@ class Executor:
         self.memory: MemoryPlan | None = None
         self.everyone: dist.ProcessGroup | None = None
         self.chooses_recompute = self.rows_differ = False
+        self.phases = SILENT
         self._options, self._device = options, device
         self._consensus: Consensus = alone
         self._consensus_of_steps: Consensus = alone
@@ -156,7 +159,13 @@ class Executor:
     def build(self, capacities: Sequence[Capacity]) -> None:
         """Captures these capacities, largest first."""
         for number, graphed in enumerate(self.graphed):
-            graphed.build([self.arguments(number, capacity) for capacity in capacities])
+            samples = [self.arguments(number, capacity) for capacity in capacities]
+            graphed.build(samples, watch=self._watch)
+
+    def _watch(self, captures: Sequence[Any]) -> Iterator[Any]:
+        """Shows how many of these captures are done."""
+        what = "compiling and capturing" if self._options.compile else "capturing"
+        return self.phases.of(f"{what} graphs", len(captures), captures, "graph")
 
     @property
     def step_stats(self) -> Stats | None:
@@ -247,7 +256,8 @@ class Executor:
             self._search.next(self._needed, lambda _: None)
         if self._search is not None and (self.prepare is None or self.memory is None):
             chosen = (self._search.note(),)
-        plan = self._plan(self._options.captured_capacities(), limit)
+        with self.phases.during("measuring the memory of graphs"):
+            plan = self._plan(self._options.captured_capacities(), limit)
         self.memory = replace(plan, notes=(*chosen, *plan.notes))
         return self.memory.kept[::-1]
 
@@ -738,7 +748,9 @@ class PipelineExecutor(Executor):
     def build(self, capacities: Sequence[Capacity]) -> None:
         """See `Executor.build`."""
         self._pipeline.build(
-            [sample_batch(capacity).to(self._device) for capacity in capacities], self.slots
+            [sample_batch(capacity).to(self._device) for capacity in capacities],
+            self.slots,
+            self._watch,
         )
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:

@@ -70,12 +70,13 @@ from packgraph.train.metrics import (
 )
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
-from packgraph.train.progress import ProgressView
+from packgraph.train.progress import RUN_LOG, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json, writing
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import GoBack, Limits, NonFiniteLossError, Spikes
 from packgraph.train.strategies import add_counts
+from packgraph.train.throughput import Throughput
 
 OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
@@ -153,6 +154,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self._sums, self._tells_sums = config.gradient_dtype(self.mesh.world), True
         self.executor = make_executor(self.model, config, device, self.mesh)
+        self.executor.phases = view.phases
+        self._throughput = Throughput(config, device, self.mesh.world)
         if config.run.on_spike == "skip":
             self.optimizer.watch()
         self.spikes = Spikes()
@@ -225,7 +228,10 @@ class Trainer:
         streams = all_streams(self.mesh, sequence=self._splits_rows)
         goes_on = state.get("random_streams", ["random"]) == streams
         random = self._random_states()
-        with checkpoint_here(path, self.mesh, self._nodes) as here:
+        with (
+            self.view.phases.during(f"reading {path.name}"),
+            checkpoint_here(path, self.mesh, self._nodes) as here,
+        ):
             load_tensors(here, tensors | (random if goes_on else {}), RANDOM, self.mesh)
         self.optimizer.load({name.removeprefix(OPTIMIZER): t for name, t in tensors.items()})
         if goes_on:
@@ -372,8 +378,9 @@ class Trainer:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 # Of a run that ended before its first checkpoint.
-                for name in () if self._resumed_at else (SUMMARY, NAMES):
+                for name in () if self._resumed_at else (SUMMARY, NAMES, RUN_LOG):
                     (self.folder / name).unlink(missing_ok=True)
+            self.view.open_log(self.folder)
         # On other nodes for `--config runs/NAME/config.json` there.
         if self.mesh.rank == 0 or self._nodes.leads(self.mesh.rank):
             write_json(self.folder / CONFIG, self._stored_config())
@@ -436,7 +443,7 @@ class Trainer:
         started, self._last_end = self._last_end, time.perf_counter()
         self.step += 1
         self._made += 1
-        graphs = self._graphs()
+        graphs, starting = self._graphs(), captured or timed or rows_timed or is_first
         step.row = {
             "step": self.step,
             "loss": None,
@@ -449,8 +456,11 @@ class Trainer:
             "fallbacks": sum(graphs["fallbacks"].values()),
             "seconds": self._last_end - started,
             "data_wait": data_wait,
-            "starting": captured or timed or rows_timed or is_first,
+            "starting": starting,
         }
+        step.row |= self._throughput.figures(
+            self.step, fed.packs, step.row["seconds"], starting=starting
+        )
         if self._pause:  # part of `seconds`: the step waited for the checkpoint before
             step.row["checkpoint_pause"] = self._pause
         self._pause = 0.0
@@ -549,7 +559,8 @@ class Trainer:
                 if self.evaluation.is_due(number):  # no later step was launched
                     began = time.perf_counter()
                     self._whereabouts.at("evaluation", number)
-                    row |= self.evaluation.run(number)
+                    with self.view.phases.during("evaluating"):
+                        row |= self.evaluation.run(number)
                     self.view.note(f"step {number}: {self.evaluation.in_words()}")
                     self._last_end += time.perf_counter() - began  # the time of no step
             finally:
@@ -597,7 +608,8 @@ class Trainer:
             if self.config.run.checkpoint_every:
                 self._write_checkpoint(position, in_background=goes_on)
         if not goes_on:
-            self._saves.wait()
+            with self.view.phases.during("writing the checkpoint"):
+                self._saves.wait()
         self._pause += time.perf_counter() - began
 
     def _write_checkpoint(
@@ -620,13 +632,14 @@ class Trainer:
             "evaluation": self.evaluation.state(),
         }
         self._log.sync()
-        self._saves.write(
-            self.step,
-            self.tensors() | self._random_states(),
-            state,
-            self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
-            in_background=in_background,
-        )
+        with self.view.phases.during(f"saving the checkpoint of step {self.step}"):
+            self._saves.write(
+                self.step,
+                self.tensors() | self._random_states(),
+                state,
+                self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
+                in_background=in_background,
+            )
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()

@@ -285,7 +285,7 @@ def config_at(folder: Path, **run: object) -> TrainConfig:
 
 def test_derived_names_are_made_unique_and_resume_takes_the_last(tmp_path: Path) -> None:
     config = config_at(tmp_path / "runs")
-    with pytest.raises(ConfigError, match="there is no run of preset qwen3-tiny"):
+    with pytest.raises(ConfigError, match="there is no run of qwen3-tiny"):
         choose_folder(config_at(tmp_path / "runs", resume=True))
     for name in ("qwen3-tiny", "qwen3-tiny-2", "qwen3-tiny-3"):
         assert choose_folder(config) == tmp_path / "runs" / name
@@ -294,6 +294,32 @@ def test_derived_names_are_made_unique_and_resume_takes_the_last(tmp_path: Path)
         choose_folder(config_at(tmp_path / "runs", resume=True))
         == tmp_path / "runs" / "qwen3-tiny-3"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("models/[odd]/../phi-2", "phi-2"),
+        (f"hub/models--Qwen--Qwen3-0.6B/snapshots/{'0a' * 20}", "Qwen3-0.6B"),
+    ],
+)
+def test_runs_of_models_of_transformers_are_called_like_these(
+    tmp_path: Path, path: str, name: str
+) -> None:
+    folder = tmp_path / "runs"
+
+    def chosen(**run: object) -> Path:
+        config = config_at(folder, **run)
+        live = dataclasses.replace(config.hf, path=str(tmp_path / path))
+        return choose_folder(dataclasses.replace(config, preset="hf", hf=live))
+
+    for earlier in ("hf", "hf-2"):
+        (folder / earlier / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    assert chosen(resume=True) == folder / "hf-2", "runs were called so before"
+    assert chosen() == folder / name
+    (folder / name / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    assert chosen() == folder / f"{name}-2" and chosen(resume=True) == folder / name
 
 
 def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,17 +217,25 @@ class Pipeline:
         """Counts of the graphs of whole steps, if they are in use."""
         return self._whole.stats if self._whole is not None else None
 
-    def build(self, samples: Sequence[PackedBatch], slots: Sequence[int]) -> bool:
+    def build(
+        self,
+        samples: Sequence[PackedBatch],
+        slots: Sequence[int],
+        watch: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    ) -> bool:
         """Capture a variant for every sample in the planned number of slots of each chunk;
         collective.
 
-        samples: one batch on the device per capacity. slots: per chunk. When a capture fails on any
+        samples: one batch on the device per capacity. slots: per chunk. watch: as in
+        `GraphedModule.build`. When a capture fails on any
         rank, all ranks run eagerly from here on (the reason is counted); returns whether all
         captures succeeded everywhere.
         """
         failed = 0
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
-            chunk.build([self.sample_arguments(index, batch) for batch in samples], count)
+            chunk.build(
+                [self.sample_arguments(index, batch) for batch in samples], count, watch=watch
+            )
             failed += chunk.failures
         if any(count for (count,) in gather_numbers(self.links.control, [failed])):
             self._reason = fallback.CAPTURE_FAILED

@@ -27,8 +27,8 @@ Train a model on packed documents through captured graphs. Start with
 
 which needs no data and no GPU. hf:PATH trains the model of transformers in the folder PATH, by its
 own code; with --lora.rank adapters of it instead of all weights. Results go to runs/NAME/:
-config.json, metrics.jsonl, tensorboard/, checkpoints/ and summary.json. Values come from the
-preset, then the file, then options.
+config.json, metrics.jsonl, run.log, tensorboard/, checkpoints/ and summary.json. Values come from
+the preset, then the file, then options.
 
 A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and
 ends with 128 + the signal's number (130, 143, 138), or 75 at its time limit. Errors in what was

@@ -378,7 +378,7 @@ class ParallelConfig:
 class RunConfig:
     """Options of the run itself: its folder, its length and its device.
 
-    name: folder of the run under `folder`; none = the preset's name, made unique by a number.
+    name: folder of the run under `folder`; none = the model's name, made unique by a number.
     folder: folder that holds all runs.
     per_node_folder: the folder is not shared between nodes: each writes the shards of its ranks
         there, and checkpoints are gathered on the node of rank 0.

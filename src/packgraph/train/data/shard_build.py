@@ -30,7 +30,6 @@ import numpy as np
 from packgraph.packing.document import Document
 from packgraph.parallel.deferred import cores
 from packgraph.train.config.commands import DataArguments
-from packgraph.train.config.reading import printable
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.shards import (
@@ -47,10 +46,10 @@ from packgraph.train.data.shards import (
 from packgraph.train.data.source import BadDocumentError, BadDocuments, DataError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, largest_id
 from packgraph.train.data.workers import BATCH, TokenizedAhead, Work
+from packgraph.train.progress import SILENT, Phases, phases_of_command
 from packgraph.train.run_files import digest_of, sync_file, sync_folder, write_json, writing
 
 MOST_SHARDS, FEWEST_ROWS = 1024, 2048  # where the size of shards is not given
-SECONDS = 10.0  # between lines of progress
 REMEDY = "Make room there or choose another folder; finished shards are kept"
 AGAIN = "Run the same command again, which keeps finished shards"
 UNFINISHED = ".unfinished"
@@ -174,7 +173,7 @@ def build_shards(
     *,
     workers: int | None = None,
     rows_per_shard: int | None = None,
-    tell: Callable[[str], None] = print,
+    phases: Phases = SILENT,
 ) -> Manifest:
     """Tokenizes the source of `config` into shards, or goes on with a build that was stopped.
 
@@ -183,7 +182,7 @@ def build_shards(
         folder: Where the shards are or are to be.
         workers: Processes that tokenize; 1 = this one. None takes all cores.
         rows_per_shard: Documents of the source in a shard. None follows from their number.
-        tell: Gets lines of progress.
+        phases: Shows how far it is.
 
     Returns:
         The manifest, which is complete.
@@ -193,14 +192,16 @@ def build_shards(
             and where a worker is lost.
         RunFileError: If the folder cannot be written.
     """
-    tokenizer = build_tokenizer(config)
-    source = open_documents(config)
+    source_name = f"{config.source} {config.path or ''}".strip()
+    phases.tell(f"reading {source_name}")
+    with phases.during(f"reading {source_name}"):
+        tokenizer, source = build_tokenizer(config), open_documents(config)
     rows = len(source)
     manifest = Manifest(
         tokenizer=tokenizer.fingerprint,
         tokenizer_name=config.tokenizer,
         source=source.fingerprint(),
-        source_name=f"{config.source} {config.path or ''}".strip(),
+        source_name=source_name,
         rows=rows,
         rows_per_shard=rows_per_shard or max(FEWEST_ROWS, -(-rows // MOST_SHARDS)),
         on_bad=config.on_bad,
@@ -209,7 +210,7 @@ def build_shards(
     with writing(folder, REMEDY):
         folder.mkdir(parents=True, exist_ok=True)
     with _only_builder(folder):
-        manifest = _with_earlier(folder, manifest, tell)
+        manifest = _with_earlier(folder, manifest, phases.tell)
         missing = [number for number in range(manifest.count) if number not in manifest.shards]
         count = min(workers or cores(), -(-rows // BATCH))
         answer = partial(
@@ -217,19 +218,21 @@ def build_shards(
         )
         work = Work(config, source, tokenizer.fingerprint, answer)
         ahead = TokenizedAhead(work, tokenizer, 0 if workers == 1 else count, AGAIN)
-        began = told = time.monotonic()
-        tokens = 0
+        left = sum(len(manifest.rows_of(one)) for one in missing)
+        kept = f" ({rows - left:,} more are done)" if left < rows else ""
+        several = "1 process" if count == 1 else f"{count} processes"
+        phases.tell(f"tokenizing {left:,} documents{kept} by {several}")
+        tokens, began = 0, time.monotonic()
         with contextlib.closing(ahead):
-            coming = ahead.each(row for one in missing for row in manifest.rows_of(one))
+            each = ahead.each(row for one in missing for row in manifest.rows_of(one))
+            coming = phases.of("tokenizing", left, each, "document")
             for number in missing:
                 shard = write_shard(folder, number, islice(coming, len(manifest.rows_of(number))))
                 manifest.shards[number] = shard
                 write_json(folder / MANIFEST, manifest.to_json())
-                tokens, now = tokens + shard.tokens, time.monotonic()
-                if now - told >= SECONDS:
-                    told, speed = now, tokens / (now - began)
-                    done = f"shard {len(manifest.shards)} of {manifest.count}"
-                    tell(f"{done}, {speed:,.0f} tokens/s")
+                tokens += shard.tokens
+        speed = tokens / max(time.monotonic() - began, 1e-9)
+        phases.tell(f"tokenized {tokens:,} tokens, {speed:,.0f} tokens/s")
         source.check_unchanged()
     return manifest
 
@@ -318,23 +321,25 @@ def run_check(folder: Path) -> int:
     manifest, problems = check_shards(folder)
     if problems:
         raise DataError("\n  ".join([f"{len(problems)} problems:", *problems]))
-    _tell(f"{_summary(manifest)}: all checksums are right")
+    print(f"{_summary(manifest)}: all checksums are right", file=sys.stderr)
     return 0
 
 
 def run_build(config: DataConfig, asked: DataArguments) -> int:
     """Run `packgraph data build`; returns the exit code. Raises DataError and RunFileError."""
     began = time.perf_counter()
-    manifest = build_shards(
-        config,
-        asked.folder,
-        workers=asked.workers,
-        rows_per_shard=asked.rows_per_shard,
-        tell=_tell,
-    )
-    _tell(f"{_summary(manifest)} in {asked.folder}, {time.perf_counter() - began:.1f} s")
-    for text in [text for one in manifest.shards.values() for text in one.first_bad][:5]:
-        _tell(f"left out: {text}")
+    with phases_of_command() as phases:
+        manifest = build_shards(
+            config,
+            asked.folder,
+            workers=asked.workers,
+            rows_per_shard=asked.rows_per_shard,
+            phases=phases,
+        )
+        took = time.perf_counter() - began
+        phases.tell(f"{_summary(manifest)} in {asked.folder}, {took:.1f} s")
+        for text in [text for one in manifest.shards.values() for text in one.first_bad][:5]:
+            phases.tell(f"left out: {text}")
     return 0
 
 
@@ -346,7 +351,3 @@ def _summary(manifest: Manifest) -> str:
         f"{manifest.rows:,} documents, {sum(one.tokens for one in shards):,} tokens in "
         f"{len(shards):,} shards{left_out}"
     )
-
-
-def _tell(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -347,6 +347,7 @@ class ShardSource(OpenedFiles):
     Attributes:
         made: The tokenizer of all folders; None where it is not one.
         parts: Documents and weight of each folder of a mixture.
+        tokens: Of all documents; None with a limit.
     """
 
     parts: Sequence[SourcePart]
@@ -364,6 +365,7 @@ class ShardSource(OpenedFiles):
         self._starts: list[int] = []  # first document of each shard
         self._total = 0
         fingerprints, parts = list[str](), list[SourcePart]()
+        tokens = 0
         for path, weight in zip(folders, weights or [1.0], strict=True):
             folder, first = Path(path).expanduser(), self._total
             manifest = read_manifest(folder)
@@ -376,6 +378,7 @@ class ShardSource(OpenedFiles):
             for number, facts in sorted(manifest.shards.items()):
                 shard = Shard(folder, facts, np.dtype(f"<u{manifest.token_bytes}"))
                 self._shards.append((shard, path, first, made))
+                tokens += facts.tokens
                 self._stamped += shard.stamps
                 self._starts.append(first + manifest.rows_of(number).start)
                 self.bad += BadDocuments(facts.bad, list(facts.first_bad))
@@ -386,6 +389,7 @@ class ShardSource(OpenedFiles):
             shards = (manifest.shards[number] for number in range(manifest.count))
             names = [one.sha256 for facts in shards for one in facts.files.values()]
             fingerprints.append(_digest([str(documents), *names]))
+        self.tokens = tokens if limit is None else None
         if weights:
             self.parts = parts
         self._fingerprint = (

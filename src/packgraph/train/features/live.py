@@ -56,13 +56,15 @@ SIZES = {
 
 @dataclass(frozen=True)
 class LiveShape:
-    """Facts of a model before it has memory. linear: last names of its linear layers but the head.
-    in_float8: reasons why, in a precision, all layers but so many at both ends cannot be in
-    float8."""
+    """Facts of a model before it has memory. token_weights: elements of the matrices that a token
+    passes; None where it passes some of many experts. linear: last names of its linear layers but
+    the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
+    in float8."""
 
     sizes: dict[str, Any]
     stages: Sequence[Stage]
     elements: int
+    token_weights: int | None
     linear: frozenset[str]
     in_float8: Callable[[str, int], list[str]]
 
@@ -156,8 +158,11 @@ def live_shape(path: str) -> LiveShape:
     }
     stages = [Stage(stage.name, stage.layer, _never) for stage in wrapped.stages()]
     elements = sum(parameter.numel() for parameter in model.parameters())
+    is_tied = model.get_input_embeddings().weight is getattr(head, "weight", None)
+    looked_up = 0 if is_tied else model.get_input_embeddings().weight.numel()
+    passed = None if getattr(config, "num_experts_per_tok", None) else elements - looked_up
     in_float8 = functools.partial(precision_problems, wrapped.layers)
-    return LiveShape(sizes, stages, elements, frozenset(linear), in_float8)
+    return LiveShape(sizes, stages, elements, passed, frozenset(linear), in_float8)
 
 
 def _never(state: Any) -> Any:

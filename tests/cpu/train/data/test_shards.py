@@ -24,6 +24,8 @@ from packgraph.cli import main
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
+from packgraph.train.config.presets import preset
+from packgraph.train.config.sections import RunConfig
 from packgraph.train.data import (
     DataConfig,
     DataError,
@@ -41,6 +43,8 @@ from packgraph.train.data.shards import (
     targets_size,
 )
 from packgraph.train.data.source import DataChangedError
+from packgraph.train.launch import prepare
+from packgraph.train.progress import Phases
 from packgraph.train.run_files import digest_of, read_json, write_json
 
 CAPACITIES = (Capacity(16, 2), Capacity(24, 4))
@@ -136,11 +140,31 @@ def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
     with pytest.raises(DataError, match="run packgraph data build again"):
         open_documents(DataConfig(source="shards", path=str(folder)))
     told = []
-    build_shards(config, folder, workers=1, rows_per_shard=20, tell=told.append)
+    build_shards(config, folder, workers=1, rows_per_shard=20, phases=Phases(told.append))
     build_shards(config, whole, workers=1, rows_per_shard=20)
-    assert any("shard 0 is written again" in text for text in told)
+    assert told[0] == f"reading jsonl {config.path}", "at once"
+    assert "shard 0 is written again" in told[1]
+    done = 20 * (len(earlier.shards) - 1)
+    assert told[2] == f"tokenizing {1500 - done:,} documents ({done:,} more are done) by 1 process"
+    assert told[3].startswith("tokenized ") and told[3].endswith(" tokens/s")
     assert (folder / "00001.tokens").stat().st_ino == kept
     assert files(folder) == files(whole)
+
+
+def test_a_run_on_shards_knows_its_tokens_and_the_steps_of_an_epoch(shards, rows, tmp_path):
+    def words(data):
+        run = RunConfig(tokens_per_step=100)
+        config = dataclasses.replace(preset("qwen3-tiny"), data=data, run=run)
+        return prepare(config, torch.device("cpu")).data
+
+    tokens = sum(one.tokens for one in read_manifest(tmp_path / "shards").shards.values())
+    assert words(shards) == (
+        f"{shards.path}: 60 documents, {tokens:,} tokens; an epoch has about "
+        f"{round(tokens / 100)} steps; 100 tokens a step"
+    )
+    assert words(rows) == f"{rows.path}: 60 documents; 100 tokens a step"
+    limited = dataclasses.replace(shards, max_documents_loaded=9)
+    assert words(limited) == f"{shards.path}: 9 documents; 100 tokens a step"
 
 
 def test_the_bytes_of_shards_are_those_of_versions_before(rows, shards, tmp_path):
@@ -160,8 +184,9 @@ def test_a_damaged_manifest_is_built_anew(rows, tmp_path):
         (folder / MANIFEST).write_text(content)
         with pytest.raises(DataError, match="build the shards again"):
             open_documents(DataConfig(source="shards", path=str(folder)))
-        build_shards(rows, folder, workers=1, rows_per_shard=20, tell=told.append)
-        assert "all shards are written again" in told.pop(0) and files(folder) == whole
+        build_shards(rows, folder, workers=1, rows_per_shard=20, phases=Phases(told.append))
+        assert "all shards are written again" in told[1] and files(folder) == whole
+        told.clear()
     # A manifest that is whole, of something else, is never written over.
     with pytest.raises(DataError, match="holds shards of something else"):
         build_shards(rows, folder, workers=1, rows_per_shard=30)
