@@ -23,6 +23,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.layout import Layout
 from packgraph.train.features.moe import ExpertBalance
+from packgraph.train.progress import SILENT, Phases
 from packgraph.verification import compared_run as side
 from packgraph.verification.command import print_report, print_total
 from packgraph.verification.compare import DIFFERS, Difference
@@ -41,7 +42,7 @@ from packgraph.verification.ranks import (
     relative_distance,
     verify_ranks,
 )
-from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport
+from packgraph.verification.verify import VerifyReport
 
 DP2, TP2, PP2, CP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2), Layout(dp=1, cp=2)
 EP2, EP4, PP2_EP2 = Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, pp=2, ep=2)
@@ -140,9 +141,7 @@ def told(mesh, settings):
         CPU,
         mesh,
         budget=budget_of,
-        progress=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
-        if mesh.rank == 0
-        else SILENT,
+        progress=Phases(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT,
     )
     return report, lines
 
@@ -152,8 +151,12 @@ def test_how_far_the_comparisons_are_is_told():
     assert report.good and none == []
     assert lines == [
         f"{phase}{text}"
-        for phase in ("", "against one process: ")
-        for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
+        for phase in ("told: ", "against one process: ")
+        for text in (
+            "step 1 of 3, 0:00:00, ETA 0:00:00",
+            "step 2 of 3, 0:00:00, ETA 0:00:00",
+            "3 steps in 0:00:00",
+        )
     ]
 
 

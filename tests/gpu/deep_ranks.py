@@ -29,9 +29,10 @@ from packgraph.train.config.command_line import parse_arguments
 from packgraph.train.config.presets import PRESETS, preset
 from packgraph.train.config.reading import CommandArguments, read_config
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
+from packgraph.train.progress import Phases
 from packgraph.verification.command import print_report
 from packgraph.verification.ranks import RanksReport
-from packgraph.verification.verify import SequentialRuns, VerificationProgress
+from packgraph.verification.verify import SequentialRuns
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0
@@ -120,7 +121,7 @@ def main():
             device,
             mesh,
             lambda step: False,
-            progress=VerificationProgress(say),
+            progress=Phases(say),
         )
         began = time.monotonic()
         expected = apart.eager_run(config)

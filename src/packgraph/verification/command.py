@@ -2,15 +2,15 @@
 torchrun has started.
 
 In one process graphs are compared with eager training; over several each rank does so, and the run
-is compared with one process. Rank 0 alone prints: tables to stdout, how far it is to stderr. The
-invariant: every process returns the same verdict.
+is compared with one process. Rank 0 alone prints: a table of all runs to stdout, and one of its own
+for a run that is alone or differs; how far it is to stderr. The invariant: every process returns
+the same verdict.
 """
 
 import functools
 import importlib
 import importlib.util
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,11 +32,11 @@ from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
+from packgraph.train.progress import phases_of_command
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS
 from packgraph.verification.matrix import default_matrix, random_packs, ranks_matrix
 from packgraph.verification.module import Verification, verify
 from packgraph.verification.ranks import OneProcessReport, RanksReport, verify_ranks
-from packgraph.verification.verify import SILENT, VerificationProgress
 
 PRESET_STEPS, MATRIX_STEPS, HF_STEPS = 50, 30, 6
 HF_TOKENS = 256  # of a microbatch
@@ -56,9 +56,15 @@ def run_verify(asked: RunRequest | None, own: VerifyArguments) -> int:
         device = choose_device(asked.read()[0].run.device, launch)
         config, notes = with_shape(asked, device.type)
         for note in notes if launch.rank == 0 else ():
-            _tell(f"note: {note}")
-    one_process = not own.skip_one_process
-    return int(not verify_command(config, own.steps, one_process=one_process, apart=own.apart))
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    good = verify_command(
+        config,
+        own.steps,
+        one_process=not own.skip_one_process,
+        apart=own.apart,
+        verbose=own.verbose,
+    )
+    return 0 if good else 1
 
 
 def run_verify_hf(own: VerifyArguments) -> int:
@@ -72,14 +78,19 @@ def run_verify_hf(own: VerifyArguments) -> int:
 
 
 def verify_command(
-    config: TrainConfig | None, steps: int | None, *, one_process: bool, apart: bool
+    config: TrainConfig | None,
+    steps: int | None,
+    *,
+    one_process: bool,
+    apart: bool,
+    verbose: bool = False,
 ) -> bool:
     """Verify `config`, or a small model in many ways when it is None; print what was found. True if
     all is good.
 
     steps: of the run (default 50), or of each run of the small model (default 30). one_process:
     over several processes, also compare with one. apart: hold one of the runs that are compared at
-    a time, not both. Raises ConfigError, DataError.
+    a time, not both. verbose: print a table for every run. Raises ConfigError, DataError.
     """
     launch = Launch.read()
     problems = verify_problems(config, steps, launch.world, one_process=one_process, apart=apart)
@@ -95,7 +106,10 @@ def verify_command(
         config = prepared if config.graph.capacities == "auto" else config
         layout = config.parallel.layout()
     console = Console(quiet=launch.rank != 0)
-    with processes(layout, device, launch) as mesh:
+    with (
+        processes(layout, device, launch) as mesh,
+        phases_of_command(quiet=launch.rank != 0) as progress,
+    ):
         if config is not None:
             made, title = config, config.preset + (f", {mesh.layout}" if several else "")
             found: Iterable[RanksReport] = [
@@ -107,24 +121,40 @@ def verify_command(
                     mesh,
                     one_process=one_process and several,
                     apart=apart,
-                    progress=SILENT if launch.rank else VerificationProgress(_tell),
+                    progress=progress,
                 )
             ]
         elif several:
             count = steps or MATRIX_STEPS
-            found = ranks_matrix(device, count, launch.world, one_process=one_process)
+            found = ranks_matrix(
+                device, count, launch.world, one_process=one_process, progress=progress
+            )
         else:
-            matrix = default_matrix(device, steps or MATRIX_STEPS)
+            matrix = default_matrix(device, steps or MATRIX_STEPS, progress)
             found = (RanksReport(report.title, (report,), None) for report in matrix)
         for report in found:
-            print_report(report, console)
             reports.append(report)
-        print_total(reports, console)
+            if verbose or config is not None or not report.good:
+                print_report(report, console)
+    if config is None:
+        console.print(summary_of(reports))
+    print_total(reports, console)
     return all(report.good for report in reports)
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def summary_of(reports: Sequence[RanksReport]) -> Table:
+    """A row for each verified run."""
+    table = Table("run", "verdict", "steps", "replayed", title="eager against graph")
+    table.title_justify = "left"
+    for report in reports:
+        verdict = EQUAL if report.good else "DIFFERS: against one process"
+        if found := report.found():
+            verdict = f"DIFFERS: {found[0].kind}"
+        elif report.silent_ranks():
+            verdict = "nothing replayed"
+        replayed = sum(rank.replayed for rank in report.ranks)
+        table.add_row(report.title, verdict, str(report.ranks[0].steps), str(replayed))
+    return table
 
 
 def verify_problems(

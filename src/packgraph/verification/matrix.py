@@ -42,7 +42,9 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.feed import Packs
 from packgraph.train.parallelisms import PARALLELISMS
+from packgraph.train.progress import SILENT, Phases
 from packgraph.train.validate import validate
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.verify import VerifyReport, verify
@@ -209,9 +211,11 @@ def random_packs(
         yield from pack(documents, capacities)
 
 
-def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
+def default_matrix(
+    device: torch.device, steps: int, progress: Phases = SILENT
+) -> Iterator[VerifyReport]:
     """Verify every combination for `steps` steps each (scopes, hybrids: a third); yields reports as
-    they are done."""
+    they are done. progress: told how far it is."""
     few = max(steps // 3, FEWEST)
     cases = [
         (f"granularity {granularity}, dropout {dropout}", tiny_config(granularity, dropout, steps))
@@ -226,8 +230,9 @@ def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
             title = f"{kind}, granularity {granularity}, {chosen}, dropout 0.1"
             count = steps if kind == "experts" and scope is None else few
             cases.append((title, make(granularity, 0.1, count, scope)))
-    for title, config in cases:
-        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
+    for title, config in progress.of("", len(cases), cases, "run"):
+        packs = random_packs(seed=1)
+        yield verify(title, config, packs, device, budget=budget_of, progress=progress)
 
 
 def budget_of(step: int) -> int:
@@ -302,10 +307,16 @@ def switching_steps(layout: Layout) -> SwitchingSteps:
 
 
 def ranks_matrix(
-    device: torch.device, steps: int, world: int, *, one_process: bool = True
+    device: torch.device,
+    steps: int,
+    world: int,
+    *,
+    one_process: bool = True,
+    progress: Phases = SILENT,
 ) -> Iterator[RanksReport]:
     """Verify every layout of `world` connected processes, at granularity layer and chunk;
-    collective."""
+    collective. progress: told how far it is."""
+    cases = list[tuple[str, TrainConfig, Callable[[], Packs], Callable[[int], int] | None]]()
     for layout, granularity, (shard, ranks) in itertools.product(
         layouts_of(world), ("layer", "chunk"), SHARDS
     ):
@@ -326,22 +337,18 @@ def ranks_matrix(
             + (f", shard {shard}" if shard != "none" else "")
             + (f" in blocks of {ranks}" if ranks else "")
         )
+        cases.append((title, config, partial(random_packs, 1), budget_over(layout.dp or 1)))
+        if layout.cp > 1:
+            config = dynamic_config(layout, granularity, steps)
+            cases.append((f"dynamic {title}", config, partial(switching_steps, layout), None))
+    for title, config, packs, budget in progress.of("", len(cases), cases, "run"):
         yield verify_ranks(
             title,
             config,
-            lambda: random_packs(seed=1),
+            packs,
             device,
             make_mesh(config.parallel.layout(), device),
             one_process=one_process,
-            budget=budget_over(layout.dp or 1),
+            budget=budget,
+            progress=progress,
         )
-        if layout.cp > 1:
-            config = dynamic_config(layout, granularity, steps)
-            yield verify_ranks(
-                f"dynamic {title}",
-                config,
-                partial(switching_steps, layout),
-                device,
-                make_mesh(config.parallel.layout(), device),
-                one_process=one_process,
-            )

@@ -47,15 +47,10 @@ from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.ranks import from_all, on_first
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.feed import Packs
+from packgraph.train.progress import SILENT, Phases
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of
-from packgraph.verification.verify import (
-    SILENT,
-    VerificationProgress,
-    VerifyReport,
-    verify,
-    verify_sequential,
-)
+from packgraph.verification.verify import VerifyReport, verify, verify_sequential
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights",
@@ -172,7 +167,7 @@ def compare_with_one_process(
     device: torch.device,
     mesh: Mesh,
     budget: Callable[[int], int] | None = None,
-    progress: VerificationProgress = SILENT,
+    progress: Phases = SILENT,
 ) -> OneProcessReport:
     """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without
     dropout.
@@ -320,7 +315,7 @@ def verify_ranks(
     one_process: bool = True,
     apart: bool = False,
     budget: Callable[[int], int] | None = None,
-    progress: VerificationProgress = SILENT,
+    progress: Phases = SILENT,
 ) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.
 

@@ -23,23 +23,14 @@ anyway, and a step that lacks room for experts is made again by the run that lac
 Of several processes each makes both runs and compares what it holds itself: its share of the loss,
 the gradients that its own microbatches have added up, its parts of the parameters. What ranks send
 each other is in both runs.
-
-`VerificationProgress` says how far a verification is to whoever waits for it:
-
-    eager run: step 40 of 100, 17 s       at most one such line in `SECONDS`, when a step is done
-    eager run: 100 steps in 53 s          when a phase ends that took so long
-
-The invariant: a phase that takes less than `SECONDS` says nothing, and what is said changes nothing
-of what is made.
 """
 
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -49,6 +40,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.feed import Packs
+from packgraph.train.progress import SILENT, Phases
 from packgraph.verification.compare import (
     Difference,
     Digester,
@@ -64,41 +56,6 @@ from packgraph.verification.compared_run import (
     some_in_flight,
     steps_of,
 )
-
-SECONDS = 10.0
-Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class VerificationProgress:
-    """Watches phases. tell: takes a line of text. now: a clock, in seconds. every: seconds between
-    two lines."""
-
-    tell: Callable[[str], None]
-    now: Callable[[], float] = time.monotonic
-    every: float = SECONDS
-
-    def of(self, phase: str, total: int, steps: Iterable[Made]) -> Iterator[Made]:
-        """`steps` as they are, at most `total` of them; one is done when the next is asked for.
-
-        phase: its name, empty where there is nothing to tell it from. Seconds count from where the
-        first step is begun.
-        """
-        name = f"{phase}: " if phase else ""
-        began = told = self.now()
-        done = 0
-        for step in steps:
-            yield step
-            done, now = done + 1, self.now()
-            if now - told >= self.every and done < total:
-                self.tell(f"{name}step {done} of {total}, {now - began:.0f} s")
-                told = now
-        seconds = self.now() - began
-        if seconds >= self.every:
-            self.tell(f"{name}{done} step{'s' * (done != 1)} in {seconds:.0f} s")
-
-
-SILENT = VerificationProgress(lambda text: None)
 
 
 @dataclass
@@ -164,7 +121,7 @@ def verify(
     mesh: Mesh | None = None,
     in_flight: Callable[[int], bool] = some_in_flight,
     budget: Callable[[int], int] | None = None,
-    progress: VerificationProgress = SILENT,
+    progress: Phases = SILENT,
 ) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the
     host); graphs are enabled in `config`.
@@ -181,7 +138,9 @@ def verify(
     )
     report = VerifyReport(title)
     try:
-        for step in progress.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
+        for step in progress.of(
+            title, config.run.steps, steps_of(config, packs, in_flight, budget)
+        ):
             points = [compare_points(run, step, config) for run in (eager, graph)]
             for expected, found in zip(*points, strict=True):
                 report.compare(step, expected, found)
@@ -212,7 +171,7 @@ def verify_sequential(
     mesh: Mesh | None = None,
     in_flight: Callable[[int], bool] = some_in_flight,
     budget: Callable[[int], int] | None = None,
-    progress: VerificationProgress = SILENT,
+    progress: Phases = SILENT,
 ) -> VerifyReport:
     """Variant of `verify` with one run in memory at a time.
 
@@ -236,7 +195,7 @@ class SequentialRuns:
     mesh: Mesh | None = None
     in_flight: Callable[[int], bool] = some_in_flight
     budget: Callable[[int], int] | None = None
-    progress: VerificationProgress = SILENT
+    progress: Phases = SILENT
 
     @cached_property
     def _digester(self) -> Digester:

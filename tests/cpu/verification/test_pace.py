@@ -9,9 +9,10 @@ import torch
 from verifykit import one_capacity, packs_of_one
 
 from packgraph import cli
-from packgraph.verification import command
+from packgraph.train import progress
+from packgraph.train.progress import SILENT, Phases
 from packgraph.verification.matrix import tiny_config
-from packgraph.verification.verify import SILENT, VerificationProgress, verify, verify_sequential
+from packgraph.verification.verify import verify, verify_sequential
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ class Clock:
 def said(phase: str, seconds: list[float], total: int | None = None) -> list[str]:
     """The lines of a phase whose steps take so many seconds."""
     clock, lines = Clock(), list[str]()
-    progress = VerificationProgress(lines.append, clock)
+    progress = Phases(lines.append, clock)
     for step in progress.of(phase, len(seconds) if total is None else total, range(len(seconds))):
         clock.seconds += seconds[step]
     return lines
@@ -37,33 +38,36 @@ def said(phase: str, seconds: list[float], total: int | None = None) -> list[str
 
 def test_a_phase_says_where_it_is_every_ten_seconds_and_how_long_it_took() -> None:
     assert said("eager run", [4.0] * 9) == [
-        "eager run: step 3 of 9, 12 s",
-        "eager run: step 6 of 9, 24 s",
-        "eager run: 9 steps in 36 s",
+        "eager run: step 3 of 9, 0:00:12, ETA 0:00:24",
+        "eager run: step 6 of 9, 0:00:24, ETA 0:00:12",
+        "eager run: 9 steps in 0:00:36",
     ]
-    assert said("", [10.5, 2.0]) == ["step 1 of 2, 10 s", "2 steps in 12 s"]
+    assert said("", [10.5, 2.0]) == ["step 1 of 2, 0:00:10, ETA 0:00:10", "2 steps in 0:00:12"]
 
 
 def test_quick_phases_are_silent() -> None:
     assert said("graph run", [0.09] * 100) == [] == said("graph run", [])
-    assert said("graph run", [5.1, 5.0]) == ["graph run: 2 steps in 10 s"]
+    assert said("graph run", [5.1, 5.0]) == ["graph run: 2 steps in 0:00:10"]
 
 
 def test_a_step_that_takes_long_is_told_once_it_is_made() -> None:
-    assert said("", [61.0, 1.0, 1.0]) == ["step 1 of 3, 61 s", "3 steps in 63 s"]
-    assert said("", [61.0]) == ["1 step in 61 s"]
+    assert said("", [61.0, 1.0, 1.0]) == [
+        "step 1 of 3, 0:01:01, ETA 0:02:02",
+        "3 steps in 0:01:03",
+    ]
+    assert said("", [61.0]) == ["1 step in 0:01:01"]
 
 
 def test_a_phase_that_ends_early_says_how_many_steps_it_had() -> None:
     assert said("eager run", [6.0] * 3, total=50) == [
-        "eager run: step 2 of 50, 12 s",
-        "eager run: 3 steps in 18 s",
+        "eager run: step 2 of 50, 0:00:12, ETA 0:04:48",
+        "eager run: 3 steps in 0:00:18",
     ]
 
 
 def test_a_phase_that_is_left_has_not_ended() -> None:
     clock, lines = Clock(), list[str]()
-    steps = VerificationProgress(lines.append, clock).of("eager run", 5, range(5))
+    steps = Phases(lines.append, clock).of("eager run", 5, range(5))
     next(steps)
     clock.seconds += 60.0
     steps.close()  # type: ignore[attr-defined]
@@ -73,18 +77,15 @@ def test_a_phase_that_is_left_has_not_ended() -> None:
 def test_the_runs_in_lockstep_are_one_phase_and_those_apart_are_two() -> None:
     lines: list[str] = []
     often, config = (
-        VerificationProgress(lines.append, Clock(), every=0.0),
+        Phases(lines.append, Clock(), every=0.0),
         one_capacity(tiny_config("chunk", 0.0, 3)),
     )
     together = verify("run", config, packs_of_one(), CPU, progress=often)
-    assert lines == ["step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s"]
+    texts = [f"step {step} of 3, 0:00:00, ETA 0:00:00" for step in (1, 2)] + ["3 steps in 0:00:00"]
+    assert lines == [f"run: {text}" for text in texts]
     lines.clear()
     apart = verify_sequential("run", config, packs_of_one, CPU, progress=often)
-    assert lines == [
-        f"{phase}: {text}"
-        for phase in ("eager run", "graph run")
-        for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
-    ]
+    assert lines == [f"{phase}: {text}" for phase in ("eager run", "graph run") for text in texts]
     assert together.good and together == apart == verify(
         "run", config, packs_of_one(), CPU, progress=SILENT
     )
@@ -123,7 +124,9 @@ def words(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("more", "phase"), [([], ""), (["--apart"], "graph run: ")], ids=["lockstep", "apart"]
+    ("more", "phase"),
+    [([], "qwen3-tiny: "), (["--apart"], "graph run: ")],
+    ids=["lockstep", "apart"],
 )
 def test_the_command_says_it_on_stderr(
     words: list[str],
@@ -132,14 +135,13 @@ def test_the_command_says_it_on_stderr(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "VerificationProgress", partial(VerificationProgress, now=Clock()))
+    monkeypatch.setattr(progress, "Phases", partial(Phases, now=Clock()))
     assert cli.main([*words, *more]) == 0
     quick = capsys.readouterr()
     assert " of 4, " not in quick.err and " steps in " not in quick.err
-    monkeypatch.setattr(
-        command, "VerificationProgress", partial(VerificationProgress, now=Clock(), every=0.0)
-    )
+    monkeypatch.setattr(progress, "Phases", partial(Phases, now=Clock(), every=0.0))
     assert cli.main([*words, *more]) == 0
     told = capsys.readouterr()
     assert told.out == quick.out and "sizes of rows" in told.out
-    assert f"{phase}step 3 of 4, 0 s\n" in told.err and f"{phase}4 steps in 0 s\n" in told.err
+    assert f"{phase}step 3 of 4, 0:00:00, ETA 0:00:00\n" in told.err
+    assert f"{phase}4 steps in 0:00:00\n" in told.err

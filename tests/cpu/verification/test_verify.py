@@ -158,12 +158,17 @@ def test_verify_changes_no_random_state_of_its_own_draws() -> None:
 def test_the_command_ends_with_zero_or_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two = lambda device, steps: itertools.islice(default_matrix(device, steps), 2)  # noqa: E731
+    two = lambda *given: itertools.islice(default_matrix(*given), 2)  # noqa: E731
     monkeypatch.setattr(command, "default_matrix", two)
     assert cli.main(["verify", "--steps", "3"]) == 0
     text = capsys.readouterr().out
-    assert "2 of 2 runs bitwise equal" in text and text.count("bitwise equal") == 9
+    assert "2 of 2 runs bitwise equal" in text and text.count("bitwise equal") == 3
+    assert "granularity layer, dropout 0.1" in text and "random states" not in text
+    assert cli.main(["verify", "--steps", "3", "--verbose"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("random states") == 2 and text.count("bitwise equal") == 3 + 4 * 2
     break_gradient(monkeypatch)
     assert cli.main(["verify", "--steps", "3"]) == 1
     text = capsys.readouterr().out
     assert "norm.weight" in text and "0 of 2 runs bitwise equal" in text
+    assert text.count("DIFFERS: gradients") == 2

@@ -67,8 +67,9 @@ weights and optimizer state must be equal within rounding, whose limits are prin
 With --hf-config the model of any config.json of transformers is compared, with random weights and
 documents, packed as packgraph.integrations.transformers.packed does.
 
-The tables go to stdout, with how many rows of which size were compared. What takes long says on
-stderr where it is. Further options are those of `packgraph train --help all`."""
+Results go to stdout: without PRESET one table of all runs, and a table of its own for a run that
+differs (with --verbose for each), with how many rows of which size were compared. Progress goes to
+stderr. Further options are those of `packgraph train --help all`."""
 
 EXPORT_USAGE = """\
 usage: packgraph export RUN FOLDER [--best] [--adapter]
@@ -163,6 +164,7 @@ class VerifyArguments(CommandArguments):
         "models whose training state takes more than half of the memory. A difference names step "
         "and tensor, but no elements. With a preset only; under torchrun with --skip-one-process",
     )
+    verbose: bool = option(False, "a table for every run, not only for those that differ")
     hf_config: Path | None = option(
         None,
         "train the model of this config.json of transformers instead, with random weights",
