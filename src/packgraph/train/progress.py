@@ -35,7 +35,7 @@ from packgraph.train.config.reading import printable
 
 RUN_LOG = "run.log"
 SECONDS = 10.0  # between two lines of a phase
-BAR, TAKEN = 10, 10 + len("  0:00:00 ")  # columns of a bar, and of all but name and figures
+BAR, TIME = 10, len("  1 day, 23:59:59 ")  # columns of a bar, and of the time that has passed
 TICK = 0.1  # seconds between two movements of a bar
 MOST_HELD = 200  # lines that wait for run.log
 Item = TypeVar("Item")
@@ -135,7 +135,7 @@ class Phases:
             return
         # What is too long would narrow all columns.
         names = (len(task.description) for task in bars.tasks)
-        room = max(1, bars.console.width - max(names, default=0) - TAKEN)
+        room = max(1, bars.console.width - max(names, default=0) - BAR - TIME)
         task = bars.add_task("", total=total, figures=phase[:room])
         try:
             yield lambda done, figures: bars.update(
@@ -277,12 +277,12 @@ class ProgressView(contextlib.AbstractContextManager["ProgressView"]):
         figures = describe_row(row)
         if "eta_seconds" in row:
             figures.insert(0, f"ETA {in_time(row['eta_seconds'])}")
+        passed = in_time(time.monotonic() - self._began)
         if row["step"] % self._log_every == 0 or row["step"] in (1, self._total):
-            passed = in_time(time.monotonic() - self._began)
             tell = self.log if self._is_live else self.note
             tell("  ".join([name, passed, *figures]))
         if self._is_live:
-            room = self.console.width - len(name) - TAKEN
+            room = self.console.width - len(name) - BAR - len(f"   {passed} ")
             while len("  ".join(figures)) > room and len(figures) > 1:
                 figures.pop()
             self._bars.update(

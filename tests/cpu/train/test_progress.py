@@ -50,10 +50,21 @@ def said(view: ProgressView) -> str:
 
 
 @pytest.mark.parametrize(
-    ("width", "last"), [(48, "ETA 0:01:23"), (80, "tokens/s"), (120, "data wait 1.0%"), (200, "")]
+    ("width", "last", "days"),
+    [
+        (48, "ETA 0:01:23", 0),
+        (80, "tokens/s", 0),
+        (80, "tokens/s", 2),
+        (120, "data wait 1.0%", 0),
+        (200, "", 0),
+    ],
 )
-def test_a_bar_leaves_out_what_has_no_room_and_never_step_and_eta(width: int, last: str) -> None:
+def test_a_bar_leaves_out_what_has_no_room_and_never_step_and_eta(
+    width: int, last: str, days: int
+) -> None:
     view = ProgressView(160, 10, console(width, terminal=True))
+    view._began -= days * 86_400
+    view._bars.tasks[0].start_time = view._bars.get_time() - days * 86_400
     with view:
         view.show(ROW)
     lines = [line for line in said(view).splitlines() if "step 20/160 " in line]
