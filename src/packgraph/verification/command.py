@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
