@@ -367,3 +367,35 @@ def family_table() -> str:
 
 if __name__ == "__main__":
     print(family_table())
+
+
+# Entries that configs of transformers have for sizes, whatever the family.
+ANY_SIZES = {
+    **SMALL,
+    **EXPERTS,
+    **WINDOW,
+    **dict.fromkeys(("n_embd", "d_model", "embed_dim"), 16),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("n_inner", "ffn_dim", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("n_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("moe_topk", "moe_k"), 2),
+    "moe_num_experts": 4,
+    "first_k_dense_replace": 1,
+}
+
+
+def any_decoder(kind: str) -> nn.Module:
+    """A small decoder of any `model_type`, by the entries that its config has."""
+    transformers = importlib.import_module("transformers")
+    made, sizes = transformers.CONFIG_MAPPING[kind], {}
+    usual = made()
+    for name, value in ANY_SIZES.items():
+        if isinstance(getattr(usual, name, ""), int | float | None):
+            sizes[name] = value
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(usual, name, None):
+            sizes[name] = list(getattr(usual, name))[:2]
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(made(**sizes)).float()

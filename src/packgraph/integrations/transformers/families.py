@@ -27,8 +27,7 @@ class PackedFamily:
     """One `model_type` of transformers. Names are those of attributes of its decoder, and of
     entries of its config.
 
-    title: for people. kind: of its layers. token_mixers: modules of a layer that read other tokens
-    (attention, mixers with a state). embedding, layers, norm: modules. positions: module of
+    title: for people. kind: of its layers. embedding, layers, norm: modules. positions: module of
     learned positions. dropout: module that follows. rotary: module of rotary positions. scale:
     entry that embeddings are multiplied by. divisor, factor: entries that logits are divided and
     multiplied by. softcap: entry of the soft cap on logits. differs: what transformers itself adds
@@ -37,7 +36,6 @@ class PackedFamily:
 
     title: str
     kind: Literal["dense", "experts", "hybrid"] = "dense"
-    token_mixers: int = 1
     embedding: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
@@ -91,7 +89,6 @@ FAMILIES: Mapping[str, PackedFamily] = MappingProxyType(
         "falcon_h1": PackedFamily(
             "Falcon-H1",
             kind="hybrid",
-            token_mixers=2,
             norm="final_layernorm",
             scale="embedding_multiplier",
             factor="lm_head_multiplier",
@@ -174,18 +171,16 @@ def family_of(model: nn.Module) -> PackedFamily:
     causal = causal_model(model)
     kind = causal.config.model_type
     if (family := FAMILIES.get(kind)) is None:
-        config = causal.config
-        reason = (
-            f"the family {kind!r} has not been compared with transformers; known are "
-            f"{', '.join(FAMILIES)}"
-        )
+        config, reason = causal.config, None
         if kind in NOT_PACKED:
             reason = NOT_PACKED[kind].reason
         elif getattr(config, "is_encoder_decoder", False):
             reason = TWO_ROWS
         elif hasattr(config, "vision_config") or hasattr(config, "audio_config"):
             reason = IMAGES
-        raise ValueError(f"{type(causal).__name__} cannot be packed: {reason}")
+        if reason is not None:
+            raise ValueError(f"{type(causal).__name__} cannot be packed: {reason}")
+        family = structure_of(causal)
     check_outside(causal, family)
     problems = [*_same_places(getattr(causal.base_model, family.layers)), *_of_wrapper(model)]
     inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
@@ -197,6 +192,50 @@ def family_of(model: nn.Module) -> PackedFamily:
         problems += mixer_problems(module)
     _refuse(causal, problems)
     return family
+
+
+def structure_of(causal: Any) -> PackedFamily:
+    """What surrounds the layers of a model that departs from nothing, as far as its modules and its
+    config tell; whether that is all of it, the proof says. Raises ValueError."""
+    decoder, config = causal.base_model, causal.config
+    children = dict(decoder.named_children())
+    words = [
+        name
+        for name, module in children.items()
+        if isinstance(module, nn.Embedding) and module.num_embeddings >= config.vocab_size
+    ]
+    lists = [
+        name
+        for name, module in children.items()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    norms = [name for name in children if "norm" in name or name == "ln_f"]
+    rotary = [name for name, module in children.items() if "Rotary" in type(module).__name__]
+    if not lists or len(norms) != 1 or len(rotary) > 1 or len(words) != 1:
+        raise ValueError(
+            f"{type(causal).__name__} cannot be packed: its decoder is not an embedding, layers "
+            f"and a norm, but {', '.join(children)}"
+        )
+
+    def entry(*found: str) -> str:
+        return next((name for name in found if getattr(config, name, None) is not None), "")
+
+    return PackedFamily(
+        causal.config.model_type,
+        kind="experts" if any(map(_has_experts, causal.modules())) else "dense",
+        embedding=words[0],
+        layers=lists[0],
+        norm=norms[0],
+        rotary=rotary[0] if rotary else "",
+        scale=entry("embedding_multiplier"),
+        divisor=entry("logits_scaling"),
+        factor=entry("logit_scale"),
+        softcap=entry(_CAP),
+    )
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "is_concatenated")
 
 
 def check_outside(causal: Any, family: PackedFamily) -> None:

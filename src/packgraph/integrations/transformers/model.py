@@ -15,7 +15,7 @@ over the same parameters (`set_precision`).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from packgraph.integrations.transformers.mixers import (
     refuse_other_ways,
     use_ours,
 )
+from packgraph.integrations.transformers.proof import kind_of
+from packgraph.integrations.transformers.proof import prove as prove_packed
 from packgraph.offloading.marks import offload_block
 from packgraph.ops.float8.linear import LAYERS, float8_layers, float8_problems, multiply_by
 from packgraph.ops.log_probabilities import (
@@ -49,11 +51,14 @@ from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
 
-OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
-
 
 def packed(
-    model: nn.Module, *, output: Output = "loss", precision: str = NATIVE, bf16_ends: int = 1
+    model: nn.Module,
+    *,
+    output: Output = "loss",
+    precision: str = NATIVE,
+    bf16_ends: int = 1,
+    prove: bool = True,
 ) -> "PackedModel":
     """Makes a transformers model take packed batches, over the same parameters.
 
@@ -66,8 +71,7 @@ def packed(
     set to one that behaves as before in calls of the model itself, such as `generate`.
 
     Args:
-        model: A `PreTrainedModel` with a language-model head, of a family in
-            `packgraph.integrations.transformers.FAMILIES`, or what PEFT makes of one.
+        model: A `PreTrainedModel` with a language-model head, or what PEFT makes of one.
         output: What calls return that do not say it themselves: `loss`, the mean over the labels
             of the batch (or the sum of token losses divided by `tokens_in_step`); `hidden`, the
             states [T, H] that the head reads, zero in padding; `log_probabilities`, those of the
@@ -79,13 +83,18 @@ def packed(
             `fp8_weight_gradients` gradients of their weights are in float8, too. `mxfp8`, for
             Blackwell, has never run on such a GPU.
         bf16_ends: With either, so many layers at the beginning and at the end stay `bf16`.
+        prove: Compare a small twin of the model with its own forward first, packed against one by
+            one: hidden states, loss and every gradient. It takes less than a second for a small
+            model, and is done once for a class and configuration. False leaves it out, for those
+            who know.
 
     Returns:
         A module that is called with a `PackedBatch`.
 
     Raises:
         TypeError: If `model` is no such model.
-        ValueError: If its family is unknown or a setting cannot be packed, with all reasons.
+        ValueError: If a setting cannot be packed, with all reasons, or the proof finds a
+            difference, with the layer.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,7 +111,14 @@ def packed(
     """
     check_output(output)
     family, causal = family_of(model), causal_model(model)
+    mixers: Mapping[str, int] = {}
+    if prove:
+        problem, mixers = prove_packed(causal, functools.partial(_over, family))
+        if problem is not None:
+            raise ValueError(f"{type(causal).__name__} cannot be packed: {problem}")
     found = PackedModel(causal, family, output)
+    for layer in found.layers:
+        layer.token_mixers = mixers.get(kind_of(layer), 0)
     if problems := set_precision(found.layers, precision, bf16_ends):
         raise ValueError(f"{type(causal).__name__} cannot be packed: {'; '.join(problems)}")
     use_ours(causal)
@@ -110,6 +126,13 @@ def packed(
     causal.config.architectures = [type(causal).__name__]
     causal.config.dtype = str(causal.dtype).removeprefix("torch.")
     return found  # a wrapper of PEFT is not called, and not watched
+
+
+def _over(family: PackedFamily, twin: Any) -> "PackedModel":
+    """A twin of the proof over packed batches."""
+    found = PackedModel(twin, family)
+    use_ours(twin)
+    return found
 
 
 class PackedModel(nn.Module):
@@ -150,8 +173,7 @@ class PackedModel(nn.Module):
             self.layer_types = tuple(self.config.layer_types)
         for layer in self.layers:
             layer.offload = offload_block
-            other = getattr(layer, "block_type", "") in OTHER_BLOCKS
-            layer.token_mixers = 0 if other else family.token_mixers
+            layer.token_mixers = 0  # modules that read other tokens, as the proof counts them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Sets our implementations, which pickles do not hold."""

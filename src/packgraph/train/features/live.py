@@ -144,7 +144,7 @@ def live_shape(path: str) -> LiveShape:
                 config, attn_implementation="eager"
             )
         _try_out(model, path)
-        wrapped = packed_or_refused(model, f"hf:{path}")
+        wrapped = packed_or_refused(model, f"hf:{path}", prove=False)
     found = {field: getattr(config, name, None) for field, name in SIZES.items()}
     sizes = {field: value for field, value in found.items() if value is not None}
     sizes.setdefault("num_kv_heads", sizes.get("num_heads"))
@@ -169,10 +169,10 @@ def _never(state: Any) -> Any:
     raise AssertionError("stages of a shape are not run")
 
 
-def packed_or_refused(model: nn.Module, place: str) -> PackedModel:
+def packed_or_refused(model: nn.Module, place: str, prove: bool = True) -> PackedModel:
     """`packed(model)`. Raises ConfigError naming `place` where it cannot be packed."""
     try:
-        return packed(model)
+        return packed(model, prove=prove)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"{place}: {error}"]) from error
 

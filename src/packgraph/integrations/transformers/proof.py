@@ -1,0 +1,231 @@
+"""Proof that a model of transformers computes the same over packed documents.
+
+    config -> a twin of few layers, float32, random values
+                 |-- its own forward, document by document   hidden states, loss, gradients
+                 |-- packed, all documents in one row        hidden states, loss, gradients   equal?
+
+The twin is of the model's class and configuration, at its widths, with as many layers as its kinds
+of layers need. Windows of attention are narrowed, so that short documents reach across them. The
+proof is made once for a class, a configuration and the versions of both libraries. It also counts
+the modules of each layer that read other tokens: a later call in which fewer run is refused.
+"""
+
+import copy
+import functools
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.integrations.transformers.mixers import BATCH
+from packgraph.models.foreign import naming
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+
+LENGTHS, ROW = (21, 9, 14), Capacity(56, 4)  # of documents; the rest of the row is padding
+FEWEST_LAYERS, MOST_LAYERS = 2, 8
+SMALLER = {  # entries of a config that change neither widths nor what a layer does
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),  # less than a document
+    "vocab_size": 512,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
+}
+FORWARD, BACKWARD = 1e-4, 1e-3  # of the largest value: float32 rounds at 1e-6 in a few layers
+OF_NO_MATTER = ("_idx", "_id", "_index", "training", "checkpointing", "token_mixers", "precision")
+SAME = "packed documents differ from single ones"
+
+
+class Proof(NamedTuple):
+    """Result of a proof.
+
+    problem: what differs, and in which layer; None where all is equal. mixers: modules of a layer
+    that read other tokens, by its `kind_of`.
+    """
+
+    problem: str | None
+    mixers: Mapping[str, int]
+
+
+_KNOWN: dict[str, Proof] = {}
+
+
+def prove(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
+    """Compares packed documents with documents one by one, in a twin of a model.
+
+    Args:
+        causal: A PreTrainedModel with a language-model head. It is not run or changed, and may be
+            without memory.
+        pack: Makes a model of its class take packed batches.
+
+    Returns:
+        No problem where hidden states, loss and every gradient are equal within rounding.
+
+    Raises:
+        ValueError: If the model's own code cannot make or run a twin.
+    """
+    live = (value.device for value in causal.parameters() if not value.is_meta)
+    device = next(live, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    name = f"{type(causal).__module__}.{type(causal).__qualname__}"
+    free = {"_name_or_path": "", "dtype": "", "architectures": None}
+    config, version = causal.config.to_dict() | free, _transformers().__version__
+    facts = [name, version, torch.__version__, device.type, config, sorted(_kinds(causal))]
+    key = json.dumps(facts, sort_keys=True, default=str)
+    if key not in _KNOWN:
+        devices = [device] * (device.type == "cuda")
+        with torch.random.fork_rng(devices), torch.enable_grad(), torch.device(device):
+            torch.manual_seed(0)
+            _KNOWN[key] = _compare(causal, pack)
+    return _KNOWN[key]
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Tells layers apart that compute otherwise: the modules of transformers and their settings.
+    Adapters and quantised products, which see single tokens, make no other kind."""
+    found = []
+    for name, module in layer.named_modules():
+        if type(module).__module__.startswith("transformers."):
+            settings = {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, bool | int | str) and not key.endswith(OF_NO_MATTER)
+            }
+            found.append((name, type(module).__name__, sorted(settings.items())))
+    return repr(found)
+
+
+def layers_of(causal: Any) -> nn.ModuleList:
+    """The list of decoder layers of a model. Raises ValueError where there is none."""
+    for module in causal.base_model.children():
+        if isinstance(module, nn.ModuleList) and len(module) == causal.config.num_hidden_layers:
+            return module
+    raise ValueError("its decoder has no list of config.num_hidden_layers layers")
+
+
+def _transformers() -> Any:
+    return importlib.import_module("transformers")
+
+
+def _kinds(causal: Any) -> list[str]:
+    return [kind_of(layer) for layer in layers_of(causal)]
+
+
+def _compare(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
+    own = "a small model of its configuration cannot be made and run by its own code"
+    with naming(type(causal).__name__, own, ValueError):
+        twin = _twin(causal)
+        documents = [torch.randint(3, twin.config.vocab_size, (length,)) for length in LENGTHS]
+        with _watched(twin) as expected:
+            loss = torch.stack([_own_loss(twin, document) for document in documents]).sum()
+            loss = loss / sum(length - 1 for length in LENGTHS)
+            loss.backward()
+    gradients = {name: _taken(value) for name, value in twin.named_parameters()}
+    made = pack(twin)
+    try:
+        with _watched(twin) as found:
+            packed_loss = made(
+                PackedBatch.build([one.cpu() for one in documents], ROW).to(loss.device)
+            )
+            packed_loss.backward()
+    except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+        return Proof(f"packed documents cannot run: {type(error).__name__}: {error}", {})
+    mixers = dict(zip(_kinds(causal), found.ran))
+    tokens, layers = sum(LENGTHS), layers_of(twin)
+    places = [
+        "the embedding",
+        *(f"layer {n} ({type(one).__name__})" for n, one in enumerate(layers)),
+    ]
+    for place, mine, theirs in zip(places, found.hidden, expected.hidden, strict=True):
+        if told := _apart(torch.cat(mine)[:tokens], torch.cat(theirs), FORWARD):
+            return Proof(f"{SAME} behind {place}: {told}", mixers)
+    if told := _apart(packed_loss, loss, FORWARD):
+        return Proof(f"{SAME} in the loss, behind norm, head and scales: {told}", mixers)
+    for name, value in twin.named_parameters():
+        if told := _apart(_taken(value), gradients[name], BACKWARD):
+            return Proof(f"{SAME} in the gradient of {name}: {told}", mixers)
+    if len(mixers) < len({*_kinds(causal)}):
+        return Proof(f"its layers are of more kinds than {MOST_LAYERS} layers show", mixers)
+    return Proof(None, mixers)
+
+
+def _twin(causal: Any) -> Any:
+    """A model of the class and configuration of `causal` with few layers, in float32 and in
+    evaluation mode, with random values."""
+    config, kinds = copy.deepcopy(causal.config), _kinds(causal)
+    layers = max(FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in {*kinds}))
+    layers = min(layers, len(kinds), MOST_LAYERS)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == len(kinds):
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers, config.pad_token_id = layers, None
+    for name, most in SMALLER.items():
+        now = getattr(config, name, None)
+        if isinstance(now, int) and now > most:
+            setattr(config, name, most)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    twin = type(causal)(config).float()
+    twin.set_attn_implementation("eager")
+    if any(hasattr(module, "is_concatenated") for module in twin.modules()):
+        twin.set_experts_implementation("eager")
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=min(parameter.shape[-2:]) ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return twin.eval()
+
+
+def _own_loss(twin: Any, document: Tensor) -> Tensor:
+    """Sum of the losses of the next tokens, by the model's own forward."""
+    logits = twin(input_ids=document[None], use_cache=False).logits[0]
+    return nn.functional.cross_entropy(logits[:-1].float(), document[1:], reduction="sum")
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, which has none afterwards."""
+    found, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter) if found is None else found
+
+
+def _apart(mine: Tensor, theirs: Tensor, limit: float) -> str | None:
+    """Says how far values are apart, relative to the largest, where that is no rounding."""
+    if mine.shape != theirs.shape:
+        return f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}"
+    apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
+    return None if apart <= limit else f"{apart:.0e} of the largest value"
+
+
+class _Watched(NamedTuple):
+    """What layers got and gave. hidden: states [T, H] before the first layer and behind every one,
+    of each call. ran: modules of each layer that read other tokens, in the last call."""
+
+    hidden: list[list[Tensor]]
+    ran: list[int]
+
+
+@contextmanager
+def _watched(twin: Any) -> Iterator[_Watched]:
+    layers = layers_of(twin)
+    found = _Watched([[] for _ in range(len(layers) + 1)], [0] * len(layers))
+
+    def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        found.hidden[0].append((args[0] if args else kwargs["hidden_states"])[0].detach())
+
+    def behind(number: int, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        found.hidden[number + 1].append((out[0] if isinstance(out, tuple) else out)[0].detach())
+        found.ran[number] = len(kwargs[BATCH].ran) if BATCH in kwargs else 0
+
+    hooks = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+    hooks += [
+        layer.register_forward_hook(functools.partial(behind, number), with_kwargs=True)
+        for number, layer in enumerate(layers)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,202 @@
+"""The proof that packed documents compute what a model of transformers does one by one: families
+without an entry are live, and faults are found."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import packgraph
+
+pytest.importorskip("transformers", reason="the integration is of this library")
+
+from huggingface_hub.errors import StrictDataclassError
+from packed_families import (
+    CAPACITY,
+    any_decoder,
+    batch_of,
+    build,
+    document_loss,
+    gradients,
+    plain,
+    random_batches,
+)
+
+from packgraph.integrations.transformers import FAMILIES, mixers, model, packed, proof
+from packgraph.integrations.transformers.families import family_of
+from packgraph.packing.batch import PackedBatch
+
+UNLISTED = (
+    *("apertus", "arcee", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
+    *("glm", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"),
+    *("minimax_m2", "olmoe", "persimmon", "phi", "qwen2_moe", "seed_oss", "starcoder2"),
+)
+REFUSED = ("biogpt", "bloom", "doge", "gpt_bigcode", "nemotron", "stablelm")
+REFUSES_SIZES = (  # which this test gives to all alike
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(ImportError, ArithmeticError, StrictDataclassError),
+)
+TOLERANCE = 2e-5  # float32 on both sides: sums in other orders
+
+
+@pytest.fixture(autouse=True)
+def nothing_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_KNOWN", {})
+
+
+@pytest.mark.parametrize("kind", UNLISTED)
+@pytest.mark.few(8)
+def test_families_without_an_entry_are_live(kind: str) -> None:
+    assert kind not in FAMILIES
+    made = any_decoder(kind).eval()
+    reference = plain(made)
+    expected = document_loss(reference)
+    wanted = gradients(expected, reference)
+    live = packed(made)
+    loss = live(batch_of())
+    found = gradients(loss, made)
+    assert abs(float(loss - expected)) <= TOLERANCE * float(expected)
+    for name, theirs in wanted.items():
+        if theirs is not None:
+            assert float((found[name] - theirs).abs().max()) <= TOLERANCE * max(
+                float(theirs.abs().max()), 1e-3
+            ), name
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "olmoe"])
+def test_their_graphs_equal_eager_bit_by_bit(kind: str) -> None:
+    live = packed(any_decoder(kind))
+    found = packgraph.verify(live, random_batches(4), capacities=[CAPACITY], strict=True, warmup=1)
+    assert found and found.replayed == 3, found
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_differs_is_refused_with_its_place(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be packed: (packed documents|its decoder)"):
+        packed(any_decoder(kind))
+
+
+def test_a_leak_of_one_token_across_documents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = proof.LENGTHS
+    real = mixers.attention_metadata
+
+    def leaks(batch: PackedBatch, *args: Any, **kwargs: Any) -> Any:
+        lengths = (first + 1, second - 1, third)
+        other = PackedBatch.build([[0] * length for length in lengths], batch.capacity)
+        return real(other, *args, **kwargs)
+
+    monkeypatch.setattr(mixers, "attention_metadata", leaks)
+    with pytest.raises(ValueError, match=r"behind layer 0 \(LlamaDecoderLayer\): \S+ of the"):
+        packed(build("llama"))
+
+
+def test_a_shifted_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = model.PackedModel._rotary
+
+    def shifted(self: Any, hidden: Any, positions: Any) -> Any:
+        return real(self, hidden, positions + (positions > 3))
+
+    monkeypatch.setattr(model.PackedModel, "_rotary", shifted)
+    with pytest.raises(ValueError, match="behind layer 0"):
+        packed(build("qwen3"))
+
+
+def test_a_scale_of_the_head_is_found() -> None:
+    made: Any = build("llama")
+    family = dataclasses.replace(family_of(made), factor="hidden_size")
+    problem, _ = proof.prove(made, lambda twin: model._over(family, twin))
+    assert problem is not None and "in the loss, behind norm, head and scales" in problem
+
+
+def test_a_row_of_padding_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = model.linear_cross_entropy
+
+    def counts(hidden: Any, weight: Any, labels: Any, **kwargs: Any) -> Any:
+        labels = torch.cat([labels[:-1], labels.new_tensor([3])])
+        return real(hidden, weight, labels, **kwargs)
+
+    monkeypatch.setattr(model, "linear_cross_entropy", counts)
+    with pytest.raises(ValueError, match="differ from single ones in the"):
+        packed(build("llama"))
+
+
+def test_a_gradient_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = model.linear_cross_entropy
+
+    def detached(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(hidden, weight.detach(), *args, **kwargs)
+
+    monkeypatch.setattr(model, "linear_cross_entropy", detached)
+    with pytest.raises(ValueError, match=r"in the gradient of lm_head\.weight"):
+        packed(build("qwen3_moe"))
+
+
+def test_a_proof_is_made_once_for_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed(build("llama"))
+    made = build("llama")
+    monkeypatch.setattr(proof, "_compare", None)  # a second one would call it
+    packed(packed(made).model)
+    with pytest.raises(TypeError):
+        packed(build("llama", rms_norm_eps=0.5))
+    packed(build("llama", rms_norm_eps=0.5), prove=False)
+
+
+def test_a_proof_changes_no_random_numbers_and_not_the_model() -> None:
+    made = build("gemma2").train()
+    before, state = torch.get_rng_state(), {n: v.clone() for n, v in made.state_dict().items()}
+    packed(made)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+    assert made.training and all(value.grad is None for value in made.parameters())
+
+
+def test_a_later_other_attention_of_an_unlisted_family_is_refused() -> None:
+    made: Any = any_decoder("cohere2")
+    live = packed(made)
+    made.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="documents would see each other"):
+        live(batch_of())
+
+
+def test_layers_of_more_kinds_than_the_proof_shows_are_refused() -> None:
+    made: Any = build("llama", num_hidden_layers=proof.MOST_LAYERS + 2)
+    for number, layer in enumerate(made.model.layers):
+        layer.mlp.kind = number  # a setting of its own
+    with pytest.raises(ValueError, match="of more kinds than 8 layers show"):
+        packed(made)
+
+
+def test_a_layer_of_another_module_list_is_no_decoder() -> None:
+    class Other(nn.Module):
+        pass
+
+    made: Any = build("llama")
+    made.model.layers = nn.ModuleList([Other()])
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        packed(made)
+
+
+@pytest.mark.slow
+def test_every_decoder_is_live_or_refused_in_words() -> None:
+    names = importlib.import_module("transformers.models.auto.modeling_auto")
+    live, refused = [], {}
+    for kind in sorted({*names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - FAMILIES.keys()):
+        try:
+            with torch.device("meta"):
+                if sum(value.numel() for value in any_decoder(kind).parameters()) > 5_000_000:
+                    continue
+            made = any_decoder(kind).eval()
+            made(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]), use_cache=False)
+        except REFUSES_SIZES:
+            continue
+        try:
+            packed(made)
+            live.append(kind)
+        except ValueError as error:
+            refused[kind] = str(error)
+    print(len(live), *live, sep=" ")
+    print(*refused.items(), sep="\n")
+    assert len(live) >= 40 and all("cannot be packed" in said for said in refused.values())
