@@ -21,7 +21,7 @@ TINY = ["train", "qwen3-tiny"]
 # Words, and what the answer must say, in any order.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "command": (["trian"], ["'trian'", "did you mean train?"]),
-    "command, nothing like it": (["xyzzy"], ["'xyzzy'", "Known: train, verify"]),
+    "command, nothing like it": (["xyzzy"], ["'xyzzy'", "Known: train, try, verify"]),
     "preset": (["train", "qwen3-tny"], ["'qwen3-tny'", "did you mean qwen3-tiny?"]),
     "preset, nothing like it": (["train", "foo"], ["'foo'", "qwen3-0.6b"]),
     "no preset": (["train"], ["which preset?", "packgraph train qwen3-tiny"]),
