@@ -221,14 +221,11 @@ class _Part(NamedTuple):
 
 
 class PackStream(IterableDataset[PackedBatch], Iterator[PackedBatch]):
-    """Iterator of packed batches, returned by `packgraph.pack_stream`.
+    """Iterator of packed batches, returned by `packgraph.pack_stream`, whose arguments it takes.
 
     Its position can be saved between any two batches, and restored in another process: the next
     batches are then, bit by bit, those of a stream that was never interrupted. The methods are
     those that torchdata's `StatefulDataLoader` looks for, and `torch.distributed.checkpoint`.
-
-    Args:
-        documents, capacities, window, overlong, report, multiple: As for `packgraph.pack_stream`.
 
     Attributes:
         report: Counts of what was packed so far.
