@@ -192,7 +192,11 @@ def read_try(words: list[str]) -> int | Call:
     if read.own.seconds <= 0:
         raise ConfigError([f"--seconds must be positive, got {read.own.seconds:g}"])
     asked.check(1)
-    given = shlex.join(word for word in words if not word.startswith("--seconds"))
+    words = [word for word in words if not word.startswith("--seconds=")]
+    if "--seconds" in words:
+        at = words.index("--seconds")
+        words = [*words[:at], *words[at + 2 :]]
+    given = shlex.join(words)
     return Call("packgraph.bench.trial:run_try", (asked, read.own.seconds, given))
 
 

@@ -509,13 +509,13 @@ STATEMENTS = {
     "parallel": 3351,
     "models": 1812,
     "viz": 337,
-    "integrations": 1201,
+    "integrations": 1233,
     "train": 8932,
     "verification": 833,
-    "bench": 473,
-    "commands": 215,
+    "bench": 476,
+    "commands": 219,
     "cli": 121,
-    "tests": 47705,
+    "tests": 47748,
     "benchmarks": 5238,
 }
 SLACK = 40  # statements that a budget may lie above what there is

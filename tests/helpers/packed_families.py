@@ -386,8 +386,9 @@ ANY_SIZES = {
 }
 
 
-def any_decoder(kind: str) -> nn.Module:
-    """A small decoder of any `model_type`, by the entries that its config has."""
+def any_decoder(kind: str, **changes: Any) -> nn.Module:
+    """A small decoder of any `model_type`, by the entries that its config has. changes: of its
+    config."""
     transformers = importlib.import_module("transformers")
     made, sizes = transformers.CONFIG_MAPPING[kind], {}
     usual = made()
@@ -398,4 +399,4 @@ def any_decoder(kind: str) -> nn.Module:
         if getattr(usual, name, None):
             sizes[name] = list(getattr(usual, name))[:2]
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(made(**sizes)).float()
+    return transformers.AutoModelForCausalLM.from_config(made(**{**sizes, **changes})).float()

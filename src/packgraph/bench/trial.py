@@ -76,7 +76,8 @@ class Trial:
     @property
     def best(self) -> str:
         """The fastest way; eager where none is faster by more than a machine's noise."""
-        way = max(self.rows, key=lambda name: self.rows[name]["ratio"] or 0.0)
+        equal = [name for name, row in self.rows.items() if row.get("agrees") is not False]
+        way = max(equal, key=lambda name: self.rows[name]["ratio"] or 0.0)
         return way if (self.rows[way]["ratio"] or 0.0) >= GAIN else EAGER
 
     def __str__(self) -> str:
@@ -106,6 +107,8 @@ class Trial:
         ]
         if self.device == CPU:
             lines.append("Graphs gain nothing on a CPU, where they are proven: try it on a GPU.")
+        elif self.rows[EAGER]["reason"] is not None:
+            lines.append("Eager could not be measured, so nothing can be compared with it.")
         elif self.best == EAGER:
             lines.append("Nothing is faster than eager here by more than 3 %: change nothing.")
         else:

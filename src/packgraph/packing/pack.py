@@ -225,7 +225,9 @@ class PackStream(IterableDataset[PackedBatch], Iterator[PackedBatch]):
 
     Its position can be saved between any two batches, and restored in another process: the next
     batches are then, bit by bit, those of a stream that was never interrupted. The methods are
-    those that torchdata's `StatefulDataLoader` looks for, and `torch.distributed.checkpoint`.
+    those that torchdata's `StatefulDataLoader` looks for, and `torch.distributed.checkpoint`. A
+    streamed data set of Hugging Face is as exact as its own position: rows that wait in the buffer
+    of its `shuffle` are lost, as its warning says; shuffle before.
 
     Attributes:
         report: Counts of what was packed so far.

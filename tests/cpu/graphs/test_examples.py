@@ -1,6 +1,7 @@
 """The loops of preferences and of rollouts learn, and do as they do without graphs."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -21,12 +22,12 @@ def run(monkeypatch, program, *options):
 def test_preferences_by_graphs_equal_those_without(monkeypatch, capsys):
     found = run(monkeypatch, PREFERENCES, "--steps", "12")
     said = capsys.readouterr().out
-    assert said.count("'warm-up': 1})") == 2 and said.count("replayed=11") == 2, said
+    assert len(re.findall(r"replayed +11  calls\neager +1  warm-up", said)) == 2, said
     # the reference is what the policy began with
     assert found[0] == (pytest.approx(0.6931472), 0.0, 0.0)
     assert found[-1][0] < 0.6 and found[-1][1] == 1.0 and found[-1][2] > 0.2
     assert run(monkeypatch, PREFERENCES, "--steps", "12", "--eager") == found
-    assert said.count("replayed=0") == 0 and capsys.readouterr().out.count("replayed=0") == 2
+    assert len(re.findall(r"replayed +0  calls", capsys.readouterr().out)) == 2
 
 
 def test_the_loss_is_that_of_the_paper(monkeypatch, tmp_path):
@@ -61,7 +62,7 @@ def test_a_file_without_preferences_is_refused(monkeypatch, tmp_path):
 def test_rollouts_and_updates_by_graphs_equal_those_without(monkeypatch, capsys):
     found = run(monkeypatch, ROLLOUTS, "--steps", "16")
     said = capsys.readouterr().out
-    assert "'warm-up': 2})" in said and "replayed=110" in said, said
+    assert re.search(r"replayed +110  calls\neager +2  warm-up", said), said
     assert found[-1][1] > 0.6 > 0.4 > found[0][1]
     assert run(monkeypatch, ROLLOUTS, "--steps", "16", "--eager") == found
-    assert "replayed=0" in capsys.readouterr().out
+    assert re.search(r"replayed +0  calls", capsys.readouterr().out)

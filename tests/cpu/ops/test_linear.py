@@ -22,6 +22,7 @@ from packgraph.ops.linear import (
     merged,
     product,
 )
+from packgraph.ops.names import PRECISIONS
 from packgraph.packing.pack import pack
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.train.config.sections import ParallelConfig
@@ -76,6 +77,7 @@ class RoundedProduct(NativeProduct):
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setitem(PRODUCTS, RoundedProduct.name, RoundedProduct())
+    monkeypatch.setattr("packgraph.models.config.PRECISIONS", (*PRECISIONS, RoundedProduct.name))
     CALLS.clear()
     return RoundedProduct.name
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from packgraph.integrations.transformers.experts import expert_problems
-from packgraph.integrations.transformers.mixers import is_theirs, mixer_problems, runner_of
+from packgraph.integrations.transformers.mixers import AROUND, is_theirs, mixer_problems, runner_of
 from packgraph.torch_internals import has_module_hooks
 
 
@@ -27,7 +27,8 @@ class PackedFamily:
     """One `model_type` of transformers. Names are those of attributes of its decoder, and of
     entries of its config.
 
-    title: for people. kind: of its layers. embedding, layers, norm: modules. positions: module of
+    title: for people. kind: of its layers. token_mixers: modules of a layer that read other tokens
+    (attention, mixers with a state). embedding, layers, norm: modules. positions: module of
     learned positions. dropout: module that follows. rotary: module of rotary positions. scale:
     entry that embeddings are multiplied by. divisor, factor: entries that logits are divided and
     multiplied by. softcap: entry of the soft cap on logits. differs: what transformers itself adds
@@ -36,6 +37,7 @@ class PackedFamily:
 
     title: str
     kind: Literal["dense", "experts", "hybrid"] = "dense"
+    token_mixers: int = 1
     embedding: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
@@ -89,6 +91,7 @@ FAMILIES: Mapping[str, PackedFamily] = MappingProxyType(
         "falcon_h1": PackedFamily(
             "Falcon-H1",
             kind="hybrid",
+            token_mixers=2,
             norm="final_layernorm",
             scale="embedding_multiplier",
             factor="lm_head_multiplier",
@@ -146,6 +149,9 @@ CROSSING = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
 )
+# Packages whose forwards of modules see single tokens, or are those of transformers.
+FORWARDS = (*AROUND, "peft.", "bitsandbytes.")
+ATTENTION = "_attn_implementation"
 # Types of PEFT that a test has compared; DoRA and rsLoRA are of type LORA.
 ADAPTERS = ("LORA", "IA3")
 
@@ -182,7 +188,10 @@ def family_of(model: nn.Module) -> PackedFamily:
             raise ValueError(f"{type(causal).__name__} cannot be packed: {reason}")
         family = structure_of(causal)
     check_outside(causal, family)
-    problems = [*_same_places(getattr(causal.base_model, family.layers)), *_of_wrapper(model)]
+    layers = getattr(causal.base_model, family.layers)
+    problems = [*_same_places(layers), *_of_wrapper(model), *_of_attention(causal)]
+    if kind not in FAMILIES:
+        problems += _of_twin(causal, layers)
     inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
     for module in causal.modules():
         if isinstance(module, CROSSING) and module not in inner:
@@ -192,6 +201,41 @@ def family_of(model: nn.Module) -> PackedFamily:
         problems += mixer_problems(module)
     _refuse(causal, problems)
     return family
+
+
+def _of_attention(causal: Any) -> list[str]:
+    """Implementations of attention that a user has registered, which ours would replace."""
+    configs = (getattr(module, "config", None) for module in causal.modules())
+    names = {str(getattr(config, ATTENTION, None) or "eager") for config in configs}
+    return [
+        f"its attention is {name!r}, which packgraph's would replace; choose sdpa or eager"
+        for name in sorted(names - {"eager", "sdpa", "flex_attention"})
+        if "flash" not in name and not name.startswith("packgraph")
+    ]
+
+
+def _of_twin(causal: Any, layers: Iterable[nn.Module]) -> list[str]:
+    """What a twin in evaluation mode, made by the class and the config alone, does not show."""
+    problems = [
+        f"{type(module).__name__} has a forward of its own, which no proof runs"
+        for layer in layers
+        for module in layer.modules()
+        if not all(
+            str(getattr(found, "__module__", "")).startswith(FORWARDS)
+            for found in (module.forward, type(module).forward)
+        )
+    ]
+    outside = [
+        f"{name} of its decoder is dropout, which would not run"
+        for name, module in causal.base_model.named_children()
+        if isinstance(module, nn.Dropout) and module.p > 0
+    ]
+    entries = [
+        f"config.{name} is dropout behind the embedding, which would not run; set it to 0"
+        for name, value in causal.config.to_dict().items()
+        if "emb" in name and "drop" in name and isinstance(value, float) and value > 0
+    ]
+    return problems + outside + entries
 
 
 def structure_of(causal: Any) -> PackedFamily:

@@ -36,6 +36,11 @@ from packgraph.ops.attention.api import attention, attention_metadata, choose_ba
 from packgraph.ops.attention.metadata import ScoreOptions
 from packgraph.packing.batch import PackedBatch
 
+# Arguments of attention that are used, or say what every packed call does.
+KNOWN = (
+    *("sliding_window", "is_causal", "position_ids", "position_embeddings", "use_cache"),
+    *("output_attentions", "output_router_logits", "cache_position"),
+)
 BATCH = "packed_batch"  # keyword argument of layers
 
 
@@ -54,7 +59,9 @@ class LayerCall(NamedTuple):
     ) -> None:
         """Raises ValueError where attention is asked for something else than causal attention
         within documents and the layer's window. given: further arguments of its implementation."""
+        unknown = [name for name, value in given.items() if value is not None and name not in KNOWN]
         wrong = {
+            f"{', '.join(unknown)}, which packgraph's does not know": bool(unknown),
             "a mask of its own": mask is not None,
             f"{length} keys": length != self.batch.tokens.shape[0],
             f"a window of {given.get('sliding_window')}, not {self.window}": (

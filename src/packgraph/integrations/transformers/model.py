@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.integrations.transformers.families import (
+    FAMILIES,
     PackedFamily,
     causal_model,
     check_outside,
@@ -50,6 +51,8 @@ from packgraph.ops.log_probabilities import (
 from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token_count
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
+
+OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
 
 
 def packed(
@@ -83,10 +86,10 @@ def packed(
             `fp8_weight_gradients` gradients of their weights are in float8, too. `mxfp8`, for
             Blackwell, has never run on such a GPU.
         bf16_ends: With either, so many layers at the beginning and at the end stay `bf16`.
-        prove: Compare a small twin of the model with its own forward first, packed against one by
-            one: hidden states, loss and every gradient. It takes less than a second for a small
-            model, and is done once for a class and configuration. False leaves it out, for those
-            who know.
+        prove: Of a family that is not in `packgraph.integrations.transformers.FAMILIES`, compare a
+            small twin of the model with its own forward first, packed against one by one: hidden
+            states, loss and every gradient. It takes less than a second for a small model, and is
+            done once for a class and configuration. False leaves it out, for those who know.
 
     Returns:
         A module that is called with a `PackedBatch`.
@@ -112,13 +115,13 @@ def packed(
     check_output(output)
     family, causal = family_of(model), causal_model(model)
     mixers: Mapping[str, int] = {}
-    if prove:
+    if prove and causal.config.model_type not in FAMILIES:
         problem, mixers = prove_packed(causal, functools.partial(_over, family))
         if problem is not None:
             raise ValueError(f"{type(causal).__name__} cannot be packed: {problem}")
     found = PackedModel(causal, family, output)
     for layer in found.layers:
-        layer.token_mixers = mixers.get(kind_of(layer), 0)
+        layer.token_mixers = mixers.get(kind_of(layer), layer.token_mixers)
     if problems := set_precision(found.layers, precision, bf16_ends):
         raise ValueError(f"{type(causal).__name__} cannot be packed: {'; '.join(problems)}")
     use_ours(causal)
@@ -131,6 +134,8 @@ def packed(
 def _over(family: PackedFamily, twin: Any) -> "PackedModel":
     """A twin of the proof over packed batches."""
     found = PackedModel(twin, family)
+    for layer in found.layers:
+        layer.token_mixers = 0  # the proof counts them
     use_ours(twin)
     return found
 
@@ -173,7 +178,8 @@ class PackedModel(nn.Module):
             self.layer_types = tuple(self.config.layer_types)
         for layer in self.layers:
             layer.offload = offload_block
-            layer.token_mixers = 0  # modules that read other tokens, as the proof counts them
+            other = getattr(layer, "block_type", "") in OTHER_BLOCKS
+            layer.token_mixers = 0 if other else family.token_mixers
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Sets our implementations, which pickles do not hold."""
@@ -331,8 +337,9 @@ class PackedModel(nn.Module):
         return {-1: getattr(self.decoder, self.family.embedding), len(self.layers): head}
 
     def _factor(self, name: str) -> Any:
-        """A factor as the model's forward has it: some decoders keep that of their first config."""
-        return getattr(self.decoder, name, getattr(self.config, name))
+        """A factor as the model's forward has it: some keep that of their first config."""
+        causal, decoder = self.causal, self.decoder
+        return getattr(causal, name, getattr(decoder, name, getattr(self.config, name)))
 
     @property
     def _logits(self) -> tuple[float, float]:

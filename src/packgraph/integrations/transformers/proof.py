@@ -31,9 +31,11 @@ FEWEST_LAYERS, MOST_LAYERS = 2, 8
 SMALLER = {  # entries of a config that change neither widths nor what a layer does
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),  # less than a document
     "vocab_size": 512,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
 }
-FORWARD, BACKWARD = 1e-4, 1e-3  # of the largest value: float32 rounds at 1e-6 in a few layers
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k", "n_group")  # twice as many are kept
+FEWEST_EXPERTS = 16
+LIMIT = 1e-3  # of the largest value: float32 rounds at 1e-6 in a layer, a token that leaks is 1e-2
 OF_NO_MATTER = ("_idx", "_id", "_index", "training", "checkpointing", "token_mixers", "precision")
 SAME = "packed documents differ from single ones"
 
@@ -75,9 +77,20 @@ def prove(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
     key = json.dumps(facts, sort_keys=True, default=str)
     if key not in _KNOWN:
         devices = [device] * (device.type == "cuda")
-        with torch.random.fork_rng(devices), torch.enable_grad(), torch.device(device):
-            torch.manual_seed(0)
-            _KNOWN[key] = _compare(causal, pack)
+        precision = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("highest")
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast(device.type, enabled=False),
+                torch.random.fork_rng(devices),
+                torch.device(device),
+            ):
+                torch.manual_seed(0)
+                _KNOWN[key] = _compare(causal, pack)
+        finally:
+            torch.set_float32_matmul_precision(precision)
     return _KNOWN[key]
 
 
@@ -116,12 +129,14 @@ def _compare(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
     own = "a small model of its configuration cannot be made and run by its own code"
     with naming(type(causal).__name__, own, ValueError):
         twin = _twin(causal)
-        documents = [torch.randint(3, twin.config.vocab_size, (length,)) for length in LENGTHS]
+        documents = [torch.randint(twin.config.vocab_size, (length,)) for length in LENGTHS]
         with _watched(twin) as expected:
             loss = torch.stack([_own_loss(twin, document) for document in documents]).sum()
             loss = loss / sum(length - 1 for length in LENGTHS)
             loss.backward()
     gradients = {name: _taken(value) for name, value in twin.named_parameters()}
+    # Some are zero but for rounding, such as those of the biases of keys.
+    largest = max(float(value.abs().max()) for value in gradients.values()) / 1000
     made = pack(twin)
     try:
         with _watched(twin) as found:
@@ -129,6 +144,8 @@ def _compare(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
                 PackedBatch.build([one.cpu() for one in documents], ROW).to(loss.device)
             )
             packed_loss.backward()
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
         return Proof(f"packed documents cannot run: {type(error).__name__}: {error}", {})
     mixers = dict(zip(_kinds(causal), found.ran))
@@ -138,12 +155,12 @@ def _compare(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
         *(f"layer {n} ({type(one).__name__})" for n, one in enumerate(layers)),
     ]
     for place, mine, theirs in zip(places, found.hidden, expected.hidden, strict=True):
-        if told := _apart(torch.cat(mine)[:tokens], torch.cat(theirs), FORWARD):
+        if told := _apart(torch.cat(mine)[:tokens], torch.cat(theirs)):
             return Proof(f"{SAME} behind {place}: {told}", mixers)
-    if told := _apart(packed_loss, loss, FORWARD):
+    if told := _apart(packed_loss, loss):
         return Proof(f"{SAME} in the loss, behind norm, head and scales: {told}", mixers)
     for name, value in twin.named_parameters():
-        if told := _apart(_taken(value), gradients[name], BACKWARD):
+        if told := _apart(_taken(value), gradients[name], largest):
             return Proof(f"{SAME} in the gradient of {name}: {told}", mixers)
     if len(mixers) < len({*_kinds(causal)}):
         return Proof(f"its layers are of more kinds than {MOST_LAYERS} layers show", mixers)
@@ -160,7 +177,8 @@ def _twin(causal: Any) -> Any:
         if isinstance(value, list) and len(value) == len(kinds):
             setattr(config, name, value[:layers])
     config.num_hidden_layers, config.pad_token_id = layers, None
-    for name, most in SMALLER.items():
+    kept = max(FEWEST_EXPERTS, *(2 * int(getattr(config, name, 0) or 0) for name in CHOSEN))
+    for name, most in (SMALLER | dict.fromkeys(EXPERTS, kept)).items():
         now = getattr(config, name, None)
         if isinstance(now, int) and now > most:
             setattr(config, name, most)
@@ -191,12 +209,12 @@ def _taken(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if found is None else found
 
 
-def _apart(mine: Tensor, theirs: Tensor, limit: float) -> str | None:
+def _apart(mine: Tensor, theirs: Tensor, least: float = 1e-6) -> str | None:
     """Says how far values are apart, relative to the largest, where that is no rounding."""
     if mine.shape != theirs.shape:
         return f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}"
-    apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
-    return None if apart <= limit else f"{apart:.0e} of the largest value"
+    apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=least))
+    return None if apart <= LIMIT else f"{apart:.0e} of the largest value"
 
 
 class _Watched(NamedTuple):
