@@ -462,7 +462,7 @@ def _problems(trainer: Any, collator: Any) -> list[str]:
         ),
         "one process drives several GPUs; start one for each, with torchrun": args.n_gpu > 1,
         "one process reads a stream for all; set accelerator_config['dispatch_batches'] = False": (
-            accelerator.num_processes > 1
+            trainer.train_dataset is not None
             and not hasattr(trainer.train_dataset, "__len__")
             and accelerator.dispatch_batches is not False
         ),
