@@ -37,6 +37,7 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.request import RunRequest
 from packgraph.train.features.live import running
 from packgraph.train.launch import choose_device, prepare
+from packgraph.train.run_folder import model_name
 from packgraph.verification.module import Loss, sum_of_outputs, tensors_of
 from packgraph.viz.drawing import aligned
 
@@ -218,9 +219,10 @@ def run_try(asked: RunRequest, seconds: float, given: str) -> int:
     places = sum(batch.capacity.tokens for batch in batches)
     documents = sum(batch.num_documents for batch in batches)
     real = sum(batch.num_tokens for batch in batches)
-    name = config.hf.path or config.preset
-    title = f"{name}: forward and backward of {len(batches)} rows, {documents} documents of "
-    title += f"{real / documents:,.0f} tokens in the mean, padding {1 - real / places:.1%}"
+    title = f"{model_name(config)}: forward and backward of {len(batches)} rows, {documents} "
+    title += (
+        f"documents of {real / documents:,.0f} tokens in the mean, padding {1 - real / places:.1%}"
+    )
     change = {
         GRAPH: f"packgraph train {given}",
         BOTH: f"packgraph train {given} --graph.compile true",

@@ -175,8 +175,6 @@ def traced_line(stack: str | None) -> str:
 def forward_line(module: "nn.Module") -> str:
     """`file.py:LINE in forward` of the module's class."""
     code = getattr(module.forward, "__code__", None)
-    if code is None or code.co_filename.startswith(
-        os.path.join(_TORCH, "nn", "modules", "module.py")
-    ):
+    if code is None or code.co_filename == _MODULE:
         return user_line()
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

@@ -28,10 +28,8 @@ from packgraph.packing.capacity import Capacity
 
 LENGTHS, ROW = (21, 9, 14), Capacity(56, 4)  # of documents; the rest of the row is padding
 FEWEST_LAYERS, MOST_LAYERS = 2, 8
-SMALLER = {  # entries of a config that change neither widths nor what a layer does
-    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 8),  # less than a document
-    "vocab_size": 512,
-}
+WINDOW = 8  # of attention, whatever its entry is called: narrower than a document
+SMALLER = {"attention_chunk_size": WINDOW, "vocab_size": 512}  # neither widths nor what layers do
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k", "n_group")  # twice as many are kept
 FEWEST_EXPERTS = 16
@@ -178,7 +176,8 @@ def _twin(causal: Any) -> Any:
             setattr(config, name, value[:layers])
     config.num_hidden_layers, config.pad_token_id = layers, None
     kept = max(FEWEST_EXPERTS, *(2 * int(getattr(config, name, 0) or 0) for name in CHOSEN))
-    for name, most in (SMALLER | dict.fromkeys(EXPERTS, kept)).items():
+    windows = {name: WINDOW for name in vars(config) if "window" in name}
+    for name, most in (windows | SMALLER | dict.fromkeys(EXPERTS, kept)).items():
         now = getattr(config, name, None)
         if isinstance(now, int) and now > most:
             setattr(config, name, most)
