@@ -509,7 +509,7 @@ STATEMENTS = {
     "parallel": 3351,
     "models": 1812,
     "viz": 337,
-    "integrations": 1235,
+    "integrations": 1244,
     "train": 8932,
     "verification": 833,
     "bench": 476,

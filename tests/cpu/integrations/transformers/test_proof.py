@@ -194,7 +194,7 @@ def test_every_decoder_is_live_or_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("starcoder2", {"embedding_dropout": 0.5}, "embedding_dropout is dropout behind"),
+        ("starcoder2", {"embedding_dropout": 0.5}, "is random in training, as by dropout"),
         ("phi", {"embd_pdrop": 0.5}, "dropout"),
     ],
 )
