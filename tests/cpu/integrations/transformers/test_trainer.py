@@ -194,8 +194,9 @@ def test_capacities_come_from_the_lengths_of_the_data(tmp_path):
     assert all(capacity.tokens % 64 == 0 and capacity.documents <= 8 for capacity in chosen)
     long = TRAIN[:4] + [{"input_ids": [1] * 500}]
     assert packing(tmp_path, data=long).data_collator.capacities[-1].tokens == 512
+    own = {"accelerator_config": {"dispatch_batches": False}}
     with pytest.raises(ValueError, match="capacities must be given"):
-        packing(tmp_path, data=iter(TRAIN))
+        packing(tmp_path, data=iter(TRAIN), **own)
 
 
 def test_the_documents_of_a_step_fill_its_rows(tmp_path):
@@ -439,13 +440,13 @@ def test_another_loss_is_refused(tmp_path):
 
 
 def test_what_several_processes_cannot_follow_is_refused(tmp_path, monkeypatch):
+    rows = [packgraph.Capacity(64, 8)]
+    with pytest.raises(ValueError, match=r"set accelerator_config\['dispatch_batches'\] = False"):
+        packing(tmp_path, data=Stream(), capacities=rows)  # on one process, too
     trainer = packing(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    rows = [packgraph.Capacity(64, 8)]
     with pytest.raises(ValueError, match="may leave a process nothing to evaluate"):
         packing(tmp_path, overlong="drop", capacities=rows)
-    with pytest.raises(ValueError, match=r"set accelerator_config\['dispatch_batches'\] = False"):
-        packing(tmp_path, data=Stream(), capacities=rows)
 
 
 def test_the_collator_shifts_labels_once():
