@@ -38,11 +38,11 @@ from packgraph.models.layers.attention import RotaryEmbedding
 from packgraph.models.layers.mlp import RMSNorm
 from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.prediction import LossSums, PredictionLayer, ahead
+from packgraph.models.rows import SharedRows, own_part
 from packgraph.models.values import DrawsParameters, draw_normal, generator_of
 from packgraph.ops.attention.api import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.attention.context import ContextGroup
-from packgraph.ops.attention.kind import row_problems
-from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
+from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, check_count, token_count
 from packgraph.packing.batch import PackedBatch
@@ -55,7 +55,7 @@ from packgraph.parallel.vocabulary import (
 )
 
 
-class DecoderStack(nn.Module):
+class DecoderStack(SharedRows, nn.Module):
     """Embedding, layers and head of a decoder over packed microbatches; implements
     `plan.stages.Staged`.
 
@@ -75,16 +75,7 @@ class DecoderStack(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last
-        self.split_rows = (
-            False  # whether hidden states are this rank's rows only (sequence parallelism)
-        )
-        self.context, self.contexts = (
-            1,
-            dict[int, ContextGroup](),
-        )  # set by parallel/context/rows.py
-        self.rank_tokens: int | None = (
-            None  # of any row; how many ranks share it then follows from its capacity
-        )
+        self.contexts = dict[int, ContextGroup]()
         predicts = last and config.mtp_layers > 0
         if first or predicts or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -127,23 +118,11 @@ class DecoderStack(nn.Module):
         if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
             # Compiled code would be made again for every number that it has looked at.
             batch.check_words(self.config.vocab_size)
-        spread_over = (
-            self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
-        )
-        size = spread_over if context is None else context
-        if size != 1 and size not in self.contexts:
-            raise ValueError(
-                f"rows cannot be spread over {size} ranks: this model knows groups of "
-                f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context.rows"
-            )
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
         if output != "loss":
             state["wanted"] = output
-        if size != 1:
-            spread = state["context"] = self.contexts[size]
-            lengths, tokens = batch.host.lengths, batch.capacity.tokens
-            if problems := row_problems(lengths, tokens, spread.kind, size):
-                raise ValueError("; ".join(problems))
+        if (spread := self.spread(batch, context)) is not None:
+            state["context"] = spread
         return state if hidden is None else {**state, "hidden": hidden}
 
     def stages(self) -> Sequence[Stage]:
@@ -202,17 +181,9 @@ class DecoderStack(nn.Module):
         """Stage `embed`: token embeddings, zero in padding (first stage only); what all layers read
         of the batch."""
         batch, context = state["batch"], state.get("context")
-        zigzag = (
-            zigzag_tables(batch, context)
-            if context is not None and context.kind == "zigzag"
-            else None
-        )
-        if zigzag is not None:
-            state = {**state, "rows": zigzag.rows}
-        tokens, padding, positions = (
-            rank_rows(x, context, state.get("rows"), fill)
-            for x, fill in ((batch.tokens, 0), (batch.padding_mask, True), (batch.position_ids, 0))
-        )
+        tokens, padding, positions, tables = own_part(batch, context)
+        if tables is not None:
+            state = {**state, "rows": tables.rows}
         hidden: Tensor = (
             state["hidden"]
             if not self.first
@@ -226,7 +197,7 @@ class DecoderStack(nn.Module):
                 self.attention_choice(hidden.dtype).name,
                 finite_padding=True,
                 context=context,
-                tables=zigzag,
+                tables=tables,
             )
         if self.scans:
             found["documents"] = live_document_ids(batch)

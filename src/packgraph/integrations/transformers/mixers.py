@@ -33,7 +33,9 @@ from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.metadata import ScoreOptions
+from packgraph.ops.attention.zigzag import ZigzagTables
 from packgraph.packing.batch import PackedBatch
 
 # Arguments of attention that are used, or say what every packed call does.
@@ -48,22 +50,26 @@ class LayerCall(NamedTuple):
     """The arguments that a layer hands down to its attention and mixers.
 
     window: of attention in this layer, None for none. ran: class of each module that ran ours.
+    context, tables: where the batch is spread over ranks.
     """
 
     batch: PackedBatch
     window: int | None
     ran: list[str]
+    context: ContextGroup | None = None
+    tables: ZigzagTables | None = None
 
     def refuse_other_attention(
         self, module: nn.Module, length: int, mask: Tensor | None, given: dict[str, Any]
     ) -> None:
         """Raises ValueError where attention is asked for something else than causal attention
         within documents and the layer's window. given: further arguments of its implementation."""
+        ranks = 1 if self.context is None else self.context.size
         unknown = [name for name, value in given.items() if value is not None and name not in KNOWN]
         wrong = {
             f"{', '.join(unknown)}, which packgraph's does not know": bool(unknown),
             "a mask of its own": mask is not None,
-            f"{length} keys": length != self.batch.tokens.shape[0],
+            f"{length} keys": length * ranks != self.batch.tokens.shape[0],
             f"a window of {given.get('sliding_window')}, not {self.window}": (
                 given.get("sliding_window", self.window) != self.window
             ),
@@ -196,6 +202,11 @@ def forward(
         return found
     run = runner_of(self)
     assert run is not None
+    if packed_batch.context is not None:
+        raise ValueError(
+            f"{type(self).__name__} scans rows in their order, which are spread over ranks here; "
+            "use tensor, pipeline or data parallelism"
+        )
     packed_batch.ran.append(type(self).__name__)
     return run(self, hidden_states[0], packed_batch.batch)[None]
 
@@ -243,7 +254,13 @@ def attend(
     options = ScoreOptions(others.get("sliding_window"), softcap or 0.0, dropout, s_aux)
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
-    meta = attention_metadata(packed_batch.batch, choice.name, finite_padding=True)
+    meta = attention_metadata(
+        packed_batch.batch,
+        choice.name,
+        finite_padding=True,
+        context=packed_batch.context,
+        tables=packed_batch.tables,
+    )
     packed_batch.ran.append(type(module).__name__)
     return attention(q, k, v, meta, scale=scaling, options=options)[None], None
 

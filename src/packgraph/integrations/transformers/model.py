@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.integrations.transformers.families import (
@@ -40,7 +41,10 @@ from packgraph.integrations.transformers.mixers import (
 )
 from packgraph.integrations.transformers.proof import kind_of
 from packgraph.integrations.transformers.proof import prove as prove_packed
+from packgraph.models.rows import SharedRows, own_part
 from packgraph.offloading.marks import offload_block
+from packgraph.ops.attention.context import ContextGroup
+from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.float8.linear import LAYERS, float8_layers, float8_problems, multiply_by
 from packgraph.ops.log_probabilities import (
     Output,
@@ -48,9 +52,10 @@ from packgraph.ops.log_probabilities import (
     linear_log_probabilities,
     naive_log_probabilities,
 )
-from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token_count
+from packgraph.ops.loss import IGNORED, check_count, is_word, linear_cross_entropy, token_count
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.vocabulary import embed, head_cross_entropy, head_log_probabilities
 
 OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
 
@@ -140,7 +145,7 @@ def _over(family: PackedFamily, twin: Any) -> "PackedModel":
     return found
 
 
-class PackedModel(nn.Module):
+class PackedModel(SharedRows, nn.Module):
     """Returned by `packed`: a transformers model over packed batches, in stages.
 
     Args:
@@ -172,6 +177,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.family, self.output = model, family, output
         self.counts_hits, self.noise = False, None
+        self.contexts = dict[int, ContextGroup]()
         self.layer_types: tuple[str, ...] = ()
         rotary = getattr(self.decoder, family.rotary) if family.rotary else None
         if rotary is not None and takes_layer_type(rotary):
@@ -220,6 +226,8 @@ class PackedModel(nn.Module):
                         f"for {most}; split documents when packing"
                     )
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
+        if (context := self.spread(batch)) is not None:
+            state["context"] = context
         return state if output is None else {**state, "wanted": output}
 
     def stages(self) -> Sequence[Stage]:
@@ -229,21 +237,22 @@ class PackedModel(nn.Module):
         if self.family.kind != "dense":
             refuse_other_experts(layers)
         windows = self._windows(len(layers))
-        for index, layer in enumerate(layers):
+        for index in self.numbers:
+            layer = layers[index]
             if not hasattr(layer, "token_mixers"):
                 raise ValueError(
                     f"layer {index} came after packed(model), which prepares layers; call it again"
                 )
             kind = self.layer_types[index] if self.layer_types else ""
             inner.append(Stage("layer", index, layer_runner(kind, windows[index]), owner=layer))
-        head = Stage("head", len(layers), self.run_head)
+        head = [Stage("head", len(layers), self.run_head)] if self.last else []
         marks = bool(getattr(self.decoder, self.family.embedding)._forward_hooks)
         embed = Stage("embed", -1, self.run_embed, opaque=marks)  # a tracer does not mark leaves
-        return [embed, *inner, head]
+        return [embed, *inner, *head]
 
     def end(self, state: State) -> Tensor:
         """The output."""
-        found: Tensor = state["output"]
+        found: Tensor = state["output" if self.last else "hidden"]
         return found
 
     def forward(
@@ -261,13 +270,30 @@ class PackedModel(nn.Module):
 
     def run_embed(self, state: State) -> State:
         """Stage `embed`: hidden states before the first layer, zero in padding, and tables of
-        positions."""
-        family, decoder, batch = self.family, self.decoder, state["batch"]
-        positions, tokens = batch.position_ids[None], batch.tokens
+        positions; this rank's rows where the batch is spread over ranks."""
+        batch, context = state["batch"], state.get("context")
+        tokens, padding, positions, tables = own_part(batch, context)
+        if context is not None:
+            state = {**state, "positions": positions, "tables": tables}
+        hidden = (
+            state["hidden"]
+            if "hidden" in state
+            else self._embedded(batch, tokens, padding, positions[None])
+        )
+        return {**state, "hidden": hidden, "rotary": self._rotary(hidden[None], positions[None])}
+
+    def _embedded(
+        self, batch: PackedBatch, tokens: Tensor, padding: Tensor, positions: Tensor
+    ) -> Tensor:
+        family, decoder = self.family, self.decoder
         embedding = getattr(decoder, family.embedding)
         legal = is_word(tokens, embedding.weight.shape[0])
-        # On CUDA an index outside the matrix would end the process.
-        hidden = embedding(tokens.masked_fill(~legal, 0)[None])
+        if isinstance(embedding.weight, DTensor):  # its module is not called
+            hidden = embed(tokens, padding, embedding.weight, split_rows=False)[None]
+            hidden = hidden * getattr(embedding, "embed_scale", 1.0)
+        else:
+            # On CUDA an index outside the matrix would end the process.
+            hidden = embedding(tokens.masked_fill(~legal, 0)[None])
         if self.noise is not None and self.training:
             hidden = hidden + noise_of(batch, hidden, self.noise)
         if family.scale:
@@ -276,18 +302,24 @@ class PackedModel(nn.Module):
             hidden = hidden + self._positions(positions)
         if family.dropout:
             hidden = getattr(decoder, family.dropout)(hidden)
-        nothing = torch.where(legal | batch.padding_mask, 0.0, torch.nan).to(hidden.dtype)
-        live = legal & ~batch.padding_mask
-        found = torch.where(live[:, None], hidden[0], nothing[:, None])
-        return {**state, "hidden": found, "rotary": self._rotary(found[None], positions)}
+        nothing = torch.where(legal | padding, 0.0, torch.nan).to(hidden.dtype)
+        live = legal & ~padding
+        return torch.where(live[:, None], hidden[0], nothing[:, None])
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, and the output of the call."""
         batch, output = state["batch"], state.get("wanted", self.output)
+        context, tables = state.get("context"), state.get("tables")
+        rows = None if tables is None else tables.rows
         hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
         if output == "hidden":
-            return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
-        return {"output": self.read_head(hidden, batch.labels, output, state["tokens_in_step"])}
+            padding = rank_rows(batch.padding_mask, context, rows, True)
+            return {"output": hidden.masked_fill(padding[:, None], 0.0)}
+        tokens = state["tokens_in_step"]
+        if tokens is None and context is not None:
+            tokens = token_count(batch.labels)
+        labels = rank_rows(batch.labels, context, rows, IGNORED)
+        return {"output": self.read_head(hidden, labels, output, tokens)}
 
     def read_head(
         self, hidden: Tensor, labels: Tensor, output: Output, tokens_in_step: Tensor | None = None
@@ -297,7 +329,9 @@ class PackedModel(nn.Module):
         head, (scale, softcap) = self.causal.get_output_embeddings(), self._logits
         entropy = output == "log_probabilities_and_entropies"
         hits = self.counts_hits and output == "loss"
-        if output == "loss" and is_plain(head):
+        if isinstance(head.weight, DTensor):
+            total = self._split_head(hidden * scale, head.weight, labels, output)
+        elif output == "loss" and is_plain(head):
             total = linear_cross_entropy(
                 hidden, head.weight, labels, scale=scale, softcap=softcap, hits=hits
             )
@@ -318,6 +352,19 @@ class PackedModel(nn.Module):
             return torch.stack((total[0] / tokens.clamp(min=1), total[1]))
         return total / tokens.clamp(min=1)
 
+    def _split_head(
+        self, hidden: Tensor, weight: DTensor, labels: Tensor, output: Output
+    ) -> Tensor:
+        """As `read_head`, with the vocabulary split over ranks: the sum, or rows."""
+        if self._logits[1] or self.counts_hits:
+            raise ValueError(
+                "a head that is split over tensor parallel ranks has no soft cap and counts no hits"
+            )
+        if output == "loss":
+            return head_cross_entropy(hidden, weight, labels)
+        entropy = output == "log_probabilities_and_entropies"
+        return head_log_probabilities(hidden, weight, labels, entropy)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of states [T, H] that the head reads: for a few rows at a time."""
         scale, softcap = self._logits
@@ -328,6 +375,16 @@ class PackedModel(nn.Module):
     def layers(self) -> list[Any]:
         """Its layers."""
         return list(getattr(self.decoder, self.family.layers))
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the layers that are here."""
+        return range(len(self.layers))
+
+    @property
+    def last(self) -> bool:
+        """Whether norm and head are here."""
+        return True
 
     @property
     def ends(self) -> dict[int, nn.Module]:
@@ -379,6 +436,66 @@ class PackedModel(nn.Module):
         return f"family={self.family.title}, output={self.output}"
 
 
+class PackedPart(PackedModel):
+    """One pipeline stage of a packed model: consecutive layers; the first stage has the embedding,
+    the last one norm and head.
+
+    Parameters keep the names that they have in the whole. A call takes the hidden states of the
+    stage before, and gives those for the next one, but for the loss at the end.
+    """
+
+    def __init__(self, whole: PackedModel, numbers: range) -> None:
+        """Takes `whole` apart: what other stages have is gone from it."""
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(whole))
+        self._here = numbers
+        decoder, family, nothing = self.decoder, self.family, nn.Identity()
+        layers = getattr(decoder, family.layers)
+        embedding, head = getattr(decoder, family.embedding), self.causal.get_output_embeddings()
+        for number in {*range(len(layers))} - {*numbers}:
+            layers[number] = nn.Identity()
+        reads = self.last and embedding.weight is head.weight
+        if numbers.start and not reads:
+            setattr(decoder, family.embedding, nothing)
+        if not self.last:
+            setattr(decoder, family.norm, nothing)
+            self.causal.set_output_embeddings(nothing)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the layers that are here."""
+        return self._here
+
+    @property
+    def last(self) -> bool:
+        """Whether norm and head are here."""
+        return self._here.stop == len(getattr(self.decoder, self.family.layers))
+
+    @property
+    def ends(self) -> dict[int, nn.Module]:
+        """Those of the whole that are here."""
+        return {n: end for n, end in super().ends.items() if not isinstance(end, nn.Identity)}
+
+    def begin(  # type: ignore[override]  # a stage has an input of its own
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> State:
+        """See `PackedModel.begin`; with the hidden states [T, H] of the stage before."""
+        state = super().begin(batch, tokens_in_step)
+        return state if hidden is None else {**state, "hidden": hidden}
+
+    def forward(  # type: ignore[override]  # a stage has an input of its own
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the last stage, hidden states [T, H] of any other."""
+        return run_stages(self, batch, tokens_in_step, hidden)
+
+
 @functools.cache
 def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]:
     """Returns the function that runs a layer of this type, "" where all have one table of
@@ -386,7 +503,7 @@ def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]
 
     def run_layer(layer: Any, state: State) -> State:
         batch: PackedBatch = state["batch"]
-        call = LayerCall(batch, window, [])
+        call = LayerCall(batch, window, [], state.get("context"), state.get("tables"))
         given: dict[str, Any] = {BATCH: call}
         if state["rotary"]:
             given["position_embeddings"] = state["rotary"][kind]
@@ -394,7 +511,7 @@ def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]
             found = layer(
                 state["hidden"][None],
                 attention_mask=None,
-                position_ids=batch.position_ids[None],
+                position_ids=state.get("positions", batch.position_ids)[None],
                 past_key_values=None,
                 use_cache=False,
                 **given,

@@ -238,8 +238,8 @@ def attention(
     head h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero
     in padding. Where the row is spread over ranks (`meta.context`), T is the number of this rank's
     rows in q, k, v and the result; the ranks exchange heads for rows (ops/attention/context.py) or
-    gather keys and values (ops/attention/api.py), so the call is collective. options:
-    windows and the like, for rows that are not spread. Raises ValueError for shapes that do not fit
+    gather keys and values (ops/attention/api.py), so the call is collective. options: windows and
+    the like, for rows that are not cut in zigzag. Raises ValueError for shapes that do not fit
     together, and for what the backend does not support.
     """
     context = meta.context
@@ -263,13 +263,17 @@ def attention(
     backend = BACKENDS[meta.backend]
     if context is None:
         return backend(q, k, v, meta, scale, options)
-    if options.needs:
-        raise ValueError(
-            f"attention over rows that are spread over ranks has no {', '.join(options.needs)}"
-        )
     if meta.keys is not None:
+        if options.needs:
+            raise ValueError(
+                f"attention over rows that are cut in zigzag has no {', '.join(options.needs)}; "
+                "share heads (ulysses)"
+            )
         return zigzag_attention(q, k, v, meta, scale, backend)
-    return own_heads_back(backend(*whole_rows(q, k, v, context), meta, scale, PLAIN), context)
+    if options.sinks is not None:  # of the heads that are here
+        own = options.sinks.chunk(context.size)[context.place]
+        options = options._replace(sinks=own)
+    return own_heads_back(backend(*whole_rows(q, k, v, context), meta, scale, options), context)
 
 
 def packed_attention(
