@@ -335,10 +335,10 @@ class _WithShards:
         raise TypeError("a sharded module has no whole parameters to copy; copy it before")
 
 
-def _keeps_within(run: Callable[[State], State], state: State) -> State:
-    """Runs `run` and keeps in the state what `leave` has to know."""
-    found = run(state)
-    return found if _WITHIN in found else {**found, _WITHIN: state[_WITHIN]}
+def _keeps_within(run: Callable[..., State], *given: Any) -> State:
+    """Runs `run` and keeps in the state, the last argument, what `leave` has to know."""
+    found = run(*given)
+    return found if _WITHIN in found else {**found, _WITHIN: given[-1][_WITHIN]}
 
 
 def _through(then: Callable[[bool], None], state: State) -> tuple[State, bool]:

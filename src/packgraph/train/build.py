@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from packgraph.integrations.transformers.model import PackedModel
-from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.integrations.transformers.model import PackedModel, PackedPart
+from packgraph.models.decoder import DecoderModel, ModelChunks, stage_layers
 from packgraph.models.hf import (
     CONFIG,
     WeightsError,
@@ -69,22 +70,42 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
     parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
-    if config.hf.path is not None or config.lora.enabled:
-        model = build_model(config, device, deferred=parts and not config.lora.enabled)
+    if config.lora.enabled:
+        model = build_model(config, device)
         set_recompute([model], recompute_at_first(config))
-        return ModelChunks([model], adapters_only=config.lora.enabled)
+        return ModelChunks([model], adapters_only=True)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
+    if config.hf.path is not None:
+        return _live_chunks(config, device, mesh, stages, deferred=parts)
     shared = config.model.experts.enabled and mesh.size("ep") > 1
     sharing = (
         ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
     )
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
     models = _build(config, device, stages, ranks * chunks, mine, deferred=parts)
+    return _spread(models, config, mesh)
+
+
+def _spread(models: Sequence[nn.Module], config: TrainConfig, mesh: Mesh) -> ModelChunks:
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
     set_recompute(models, recompute_at_first(config))
     return ModelChunks(models)
+
+
+def _live_chunks(
+    config: TrainConfig, device: torch.device, mesh: Mesh, stages: Sequence[int], deferred: bool
+) -> ModelChunks:
+    """The chunks of a model of transformers. Each is made of the whole, without memory where its
+    weights can be read one by one."""
+    parts = mesh.size("pp") * config.parallel.chunks
+    is_cut, reads = parts * mesh.size("tp") * mesh.size("ep") > 1, _reads_weights(config)
+    cut, models = stage_layers(config.model, parts, stage_tokens(config)), list[nn.Module]()
+    for stage in stages:
+        model = build_live(config, device, reads, deferred or is_cut)
+        models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())
+    return _spread(models, config, mesh)
 
 
 def make_optimizer(

@@ -184,7 +184,8 @@ class ContextParallelism(Parallelism):
 
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("cp") > 1 else ():
-            spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
+            kind = config.parallel.cp_kind
+            spread_context(model, mesh, rank_tokens(config), kind, config.model)
 
 
 # In the order in which they are applied and give their reasons.

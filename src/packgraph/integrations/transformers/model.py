@@ -236,7 +236,7 @@ class PackedModel(SharedRows, nn.Module):
         layers, inner = self.layers, []
         if self.family.kind != "dense":
             refuse_other_experts(layers)
-        windows = self._windows(len(layers))
+        windows = self.windows
         for index in self.numbers:
             layer = layers[index]
             if not hasattr(layer, "token_mixers"):
@@ -412,9 +412,10 @@ class PackedModel(SharedRows, nn.Module):
         found: nn.Embedding = getattr(self.decoder, self.family.positions)
         return found
 
-    def _windows(self, layers: int) -> list[int | None]:
+    @property
+    def windows(self) -> list[int | None]:
         """The window of attention in each layer, as the model's masks have it."""
-        config = self.config
+        config, layers = self.config, len(self.layers)
         window, kinds = (
             getattr(config, "sliding_window", None),
             getattr(config, "layer_types", None),
@@ -454,8 +455,8 @@ class PackedPart(PackedModel):
         embedding, head = getattr(decoder, family.embedding), self.causal.get_output_embeddings()
         for number in {*range(len(layers))} - {*numbers}:
             layers[number] = nn.Identity()
-        reads = self.last and embedding.weight is head.weight
-        if numbers.start and not reads:
+        self._ties = embedding.weight is head.weight
+        if numbers.start and not (self.last and self._ties):
             setattr(decoder, family.embedding, nothing)
         if not self.last:
             setattr(decoder, family.norm, nothing)
@@ -473,8 +474,9 @@ class PackedPart(PackedModel):
 
     @property
     def ends(self) -> dict[int, nn.Module]:
-        """Those of the whole that are here."""
-        return {n: end for n, end in super().ends.items() if not isinstance(end, nn.Identity)}
+        """Those of the whole that are here; none where two stages have the same matrix."""
+        here = {} if self._ties else super().ends
+        return {n: end for n, end in here.items() if not isinstance(end, nn.Identity)}
 
     def begin(  # type: ignore[override]  # a stage has an input of its own
         self,

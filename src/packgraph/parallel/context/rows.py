@@ -77,7 +77,11 @@ def _sequential(config: Any) -> str:
 
 
 def spread_context(
-    model: Any, mesh: Mesh, rank_tokens: int | None = None, wish: ContextWish = "auto"
+    model: Any,
+    mesh: Mesh,
+    rank_tokens: int | None = None,
+    wish: ContextWish = "auto",
+    config: Any = None,
 ) -> None:
     """Let `model`, a decoder or some layers of one, spread its rows over the `cp` ranks of `mesh`,
     in place.
@@ -87,12 +91,13 @@ def spread_context(
     Collective: every group is used once, largest first, so that no communicator is made in the
     middle of a step. The tokens of every capacity must be a multiple of the ranks (with sequence
     parallelism: times tp), and of twice the ranks where rows are cut in zigzag. wish: how ranks
-    share attention; auto decides for every number of ranks by itself (ops/attention/kind.py). To be
-    called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError
+    share attention; auto decides for every number of ranks by itself (ops/attention/kind.py).
+    config: of the decoder, None = `model.config`. To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError
     with all reasons.
     """
     ranks, group = mesh.size("cp"), mesh.group("cp")
-    problems = context_problems(model.config, ranks, mesh.size("tp"), wish)
+    config = model.config if config is None else config
+    problems = context_problems(config, ranks, mesh.size("tp"), wish)
     if problems:
         raise ValueError("; ".join(problems))
     if group is None:
@@ -101,6 +106,6 @@ def spread_context(
     device = next(model.parameters()).device
     for size in sorted({ranks, *mesh.layout.contexts} - {1}, reverse=True):
         name = mesh.context_group(size).group_name
-        kind = context_choice(model.config, size, mesh.size("tp"), wish).kind
+        kind = context_choice(config, size, mesh.size("tp"), wish).kind
         model.contexts[size] = ContextGroup(size, mesh.place["cp"] % size, name, kind)
         swap_parts(torch.zeros(size, device=device), name)

@@ -30,6 +30,7 @@ from packgraph.integrations.transformers.deferred import (
     skeleton,
 )
 from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
+from packgraph.integrations.transformers.mixers import runner_of
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
@@ -59,7 +60,8 @@ class LiveShape:
     """Facts of a model before it has memory. token_weights: elements of the matrices that a token
     passes; None where it passes some of many experts. linear: last names of its linear layers but
     the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
-    in float8."""
+    in float8. scans: classes of mixers with a state. scores: its attention has windows or the like.
+    """
 
     sizes: dict[str, Any]
     stages: Sequence[Stage]
@@ -67,6 +69,8 @@ class LiveShape:
     token_weights: int | None
     linear: frozenset[str]
     in_float8: Callable[[str, int], list[str]]
+    scans: list[str]
+    scores: bool
 
 
 def transformers_module() -> Any:
@@ -162,7 +166,12 @@ def live_shape(path: str) -> LiveShape:
     looked_up = 0 if is_tied else model.get_input_embeddings().weight.numel()
     passed = None if getattr(config, "num_experts_per_tok", None) else elements - looked_up
     in_float8 = functools.partial(precision_problems, wrapped.layers)
-    return LiveShape(sizes, stages, elements, passed, frozenset(linear), in_float8)
+    scans = sorted({type(module).__name__ for module in filter(runner_of, model.modules())})
+    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    capped = getattr(config, "attn_logit_softcapping", None)
+    scores = any(wrapped.windows) or sinks or bool(capped)
+    facts = elements, passed, frozenset(linear), in_float8, scans, scores
+    return LiveShape(sizes, stages, *facts)
 
 
 def _never(state: Any) -> Any:
@@ -180,23 +189,35 @@ def packed_or_refused(model: nn.Module, place: str, prove: bool = True) -> Packe
 def live_layer(path: str) -> ConfigLayer:
     """The sizes of the model in `path` as values of a configuration, and its tokenizer, whether
     there is one or not: bytes must be asked for. Raises ConfigError."""
-    return ConfigLayer(f"hf:{path}", {"model": live_shape(path).sizes, "data": {"tokenizer": path}})
+    shape = live_shape(path)
+    values: dict[str, Any] = {"model": shape.sizes, "data": {"tokenizer": path}}
+    if shape.scores:
+        values["parallel"] = {"cp_kind": "ulysses"}
+    return ConfigLayer(f"hf:{path}", values)
 
 
 def live_problems(config: TrainConfig) -> list[str]:
     """Lists what a run of a model of transformers is asked for and cannot do."""
     if config.hf.path is None:
         return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
-    parallel, sizes = config.parallel, live_shape(config.hf.path).sizes
+    parallel, shape = config.parallel, live_shape(config.hf.path)
+    sizes = shape.sizes
     here = {field: getattr(config.model, field) for field in sizes}
     return true_of(
         {
             **{
                 f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
-                "(parallel.dp)": size > 1
-                for name in ("tp", "pp", "cp", "ep")
+                "(parallel.dp), pipelines (pp) and contexts (cp)": size > 1
+                for name in ("tp", "ep")
                 if (size := getattr(parallel, name))
             },
+            f"parallel.cp = {parallel.cp} spreads rows over ranks, which {', '.join(shape.scans)} "
+            "scan in their order; use pipeline or data parallelism": (
+                parallel.cp > 1 and bool(shape.scans)
+            ),
+            "parallel.cp_kind must be ulysses for attention with windows, soft caps or sinks": (
+                parallel.cp > 1 and shape.scores and parallel.cp_kind != "ulysses"
+            ),
             "offload.modules are those of models of packgraph, not of hf:PATH": bool(
                 config.offload.modules
             ),
