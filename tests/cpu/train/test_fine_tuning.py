@@ -242,7 +242,6 @@ def test_what_cannot_be_is_named(
     assert "parallel.tp = 2" in refused("--parallel.tp", "2")
     assert "offload.modules" in refused("--offload.modules", "mlp_act")
     assert "model.hidden_size is 16" in refused("--model.hidden-size", "32")
-    assert "needs graph.optimizer" in refused("--graph.granularity", "step")
     assert "whole layers or nothing" in refused("--run.recompute", "selective")
     assert "no linear layer is called qq" in refused(*LORA, "--lora.targets", "qq,q_proj")
     assert "need a rank" in refused("--lora.dora")

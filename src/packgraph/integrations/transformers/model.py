@@ -218,7 +218,7 @@ class PackedModel(SharedRows, nn.Module):
         check_count(tokens_in_step)
         if not torch.compiler.is_compiling():
             batch.check_words(self.config.vocab_size)
-            if self.family.positions and batch.host.lengths:
+            if self.family.positions and self.numbers.start == 0 and batch.host.lengths:
                 most, longest = self._positions.weight.shape[0], max(batch.host.lengths)
                 if longest > most:
                     raise ValueError(
@@ -377,7 +377,7 @@ class PackedModel(SharedRows, nn.Module):
         return list(getattr(self.decoder, self.family.layers))
 
     @property
-    def numbers(self) -> Sequence[int]:
+    def numbers(self) -> range:
         """Numbers of the layers that are here."""
         return range(len(self.layers))
 
@@ -458,12 +458,14 @@ class PackedPart(PackedModel):
         self._ties = embedding.weight is head.weight
         if numbers.start and not (self.last and self._ties):
             setattr(decoder, family.embedding, nothing)
+        if numbers.start and family.positions:
+            setattr(decoder, family.positions, nothing)
         if not self.last:
             setattr(decoder, family.norm, nothing)
             self.causal.set_output_embeddings(nothing)
 
     @property
-    def numbers(self) -> Sequence[int]:
+    def numbers(self) -> range:
         """Numbers of the layers that are here."""
         return self._here
 

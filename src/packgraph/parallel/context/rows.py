@@ -92,8 +92,8 @@ def spread_context(
     middle of a step. The tokens of every capacity must be a multiple of the ranks (with sequence
     parallelism: times tp), and of twice the ranks where rows are cut in zigzag. wish: how ranks
     share attention; auto decides for every number of ranks by itself (ops/attention/kind.py).
-    config: of the decoder, None = `model.config`. To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError
-    with all reasons.
+    config: of the decoder, None = `model.config`. To be called after `parallel.tensor.parallelize`
+    and before graphs are captured. Raises ValueError with all reasons.
     """
     ranks, group = mesh.size("cp"), mesh.group("cp")
     config = model.config if config is None else config

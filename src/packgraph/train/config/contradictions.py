@@ -53,7 +53,6 @@ def optimizer_problems(config: TrainConfig, world: int) -> list[str]:
         {
             "parallel.expert_stash": parallel.expert_stash > 0,
             "parallel.dispatcher = symmetric": parallel.dispatcher_name == "symmetric",
-            "hf.path": config.hf.path is not None,
             "lora.rank": config.lora.enabled,
         }
     )

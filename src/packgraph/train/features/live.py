@@ -29,8 +29,8 @@ from packgraph.integrations.transformers.deferred import (
     defer_stored,
     skeleton,
 )
-from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
 from packgraph.integrations.transformers.mixers import runner_of
+from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
@@ -223,9 +223,6 @@ def live_problems(config: TrainConfig) -> list[str]:
             ),
             "run.init_from is for models of packgraph; hf:PATH reads the weights at PATH": (
                 config.run.init_from is not None
-            ),
-            "graph.granularity = step needs graph.optimizer with hf:PATH": (
-                config.graph.granularity == "step" and not config.graph.optimizer
             ),
         }
     ) + [
