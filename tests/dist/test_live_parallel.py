@@ -92,6 +92,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen3", {}, CONTEXT, {"parallel.cp_kind": "zigzag"}),
         ("qwen2", WINDOWS, CONTEXT, {}),
         ("gpt_oss", WINDOWS, CONTEXT, {}),
+        ("qwen3", {}, CONTEXT, {"lora.rank": 4}),
         ("granite", {}, Layout(dp=1, cp=2, pp=2), {"hf.random": True}),
         ("olmo", {}, Layout(dp=2), STEP | {"graph.optimizer": True}),
     ],

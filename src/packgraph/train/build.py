@@ -71,9 +71,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     `mesh`."""
     parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
     if config.lora.enabled:
-        model = build_model(config, device)
-        set_recompute([model], recompute_at_first(config))
-        return ModelChunks([model], adapters_only=True)
+        return _spread([build_model(config, device)], config, mesh)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     if config.hf.path is not None:
@@ -91,7 +89,7 @@ def _spread(models: Sequence[nn.Module], config: TrainConfig, mesh: Mesh) -> Mod
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
     set_recompute(models, recompute_at_first(config))
-    return ModelChunks(models)
+    return ModelChunks(models, adapters_only=config.lora.enabled)
 
 
 def _live_chunks(
@@ -100,10 +98,10 @@ def _live_chunks(
     """The chunks of a model of transformers. Each is made of the whole, without memory where its
     weights can be read one by one."""
     parts = mesh.size("pp") * config.parallel.chunks
-    is_cut, reads = parts * mesh.size("tp") * mesh.size("ep") > 1, _reads_weights(config)
+    is_cut = parts * mesh.size("tp") * mesh.size("ep") > 1
     cut, models = stage_layers(config.model, parts, stage_tokens(config)), list[nn.Module]()
     for stage in stages:
-        model = build_live(config, device, reads, deferred or is_cut)
+        model = build_live(config, device, _reads_weights(config), deferred or is_cut)
         models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())
     return _spread(models, config, mesh)
 

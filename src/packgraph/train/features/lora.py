@@ -48,11 +48,10 @@ def lora_problems(config: TrainConfig) -> list[str]:
         {
             "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
             is None,
-            f"lora.rank with parallel.tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}, "
-            f"ep = {parallel.ep} is not there yet: adapters run on replicas (parallel.dp)": max(
-                parallel.tp, parallel.cp, parallel.pp, parallel.ep
-            )
-            > 1,
+            f"lora.rank with parallel.tp = {parallel.tp}, pp = {parallel.pp}, ep = {parallel.ep} "
+            "is not there yet: adapters run on replicas (parallel.dp) and contexts (parallel.cp)": (
+                max(parallel.tp, parallel.pp, parallel.ep) > 1
+            ),
             "lora.rank is for models of attention and dense feed-forward layers, or "
             "hf:PATH": not live
             and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
