@@ -16,6 +16,7 @@ CORE = (
     "test_live_parallel.py::test_graphs_equal_eager_and_layouts_equal_one_process[qwen3-changes0",
     "test_live_parallel.py::test_stages_one_after_the_other",
     "test_live_parallel.py::test_what_cannot_be_spread",
+    "test_live_tensor.py",
     "test_mesh.py::test_groups_of_ranks_that_share_rows",
     "test_moe_dispatch.py",
     "test_moe_training.py::test_graphs_equal_eager_bitwise[dp 2 x ep 2-('chunk',)]",

@@ -29,7 +29,7 @@ from packgraph.train.features.live import live_problems
 from packgraph.verification.matrix import budget_of
 from packgraph.verification.ranks import verify_ranks
 
-CONTEXT, PIPELINE = Layout(dp=1, cp=2), Layout(dp=1, pp=2)
+CONTEXT, PIPELINE, TENSOR = Layout(dp=1, cp=2), Layout(dp=1, pp=2), Layout(dp=1, tp=2)
 CAPACITIES = (Capacity(48, 4), Capacity(96, 8))
 UNLISTED = ("cohere", "ernie4_5_moe", "olmoe", "persimmon", "phi")
 
@@ -39,7 +39,8 @@ def stored(tmp_path: Path) -> Any:
     """Stores a model of a family with four layers; its folder."""
 
     def store(kind: str, **changes: Any) -> str:
-        made: Any = build(kind, vocab_size=320, num_hidden_layers=4, **changes)
+        make = build if kind in CASES else any_decoder
+        made: Any = make(kind, vocab_size=320, num_hidden_layers=4, **changes)
         made.save_pretrained(tmp_path / kind)
         return str(tmp_path / kind)
 
@@ -93,13 +94,16 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen2", WINDOWS, CONTEXT, {}),
         ("gpt_oss", WINDOWS, CONTEXT, {}),
         ("qwen3", {}, CONTEXT, {"lora.rank": 4}),
+        ("qwen2", WINDOWS, TENSOR, {}),
+        ("starcoder2", {}, Layout(dp=1, pp=2, tp=2), {"hf.random": True}),
+        ("qwen3", {}, Layout(dp=2, tp=2), SHARDS),
         ("granite", {}, Layout(dp=1, cp=2, pp=2), {"hf.random": True}),
         ("olmo", {}, Layout(dp=2), STEP | {"graph.optimizer": True}),
     ],
 )
 def test_graphs_equal_eager_and_layouts_equal_one_process(stored, kind, changes, layout, values):
     path = stored(kind, **changes)
-    world = layout.dp * layout.pp * layout.cp
+    world = layout.dp * layout.pp * layout.cp * layout.tp
     found = run_ranks(compared, world, path, layout, values, layout=layout)[0]
     assert found.good and not found.found() and not found.silent_ranks()
     assert found.one_process.steps == 5

@@ -110,13 +110,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
     for name, layer in float8.items():
         is_by_outputs = name.rpartition(".")[2] in BY_OUTPUTS
         layer.split = by_outputs if is_by_outputs else by_inputs
-        _distribute(layer, "weight", mesh, Shard(0 if is_by_outputs else 1))
+        distribute(layer, "weight", mesh, Shard(0 if is_by_outputs else 1))
         if layer.bias is not None:
-            _distribute(layer, "bias", mesh, Shard(0) if is_by_outputs else Replicate())
+            distribute(layer, "bias", mesh, Shard(0) if is_by_outputs else Replicate())
     for name, module in model.named_children():
         if name in VOCABULARY:
             # `parallel/vocabulary.py` reads these weights, the modules are never called.
-            _distribute(module, "weight", mesh, Shard(0))
+            distribute(module, "weight", mesh, Shard(0))
     model.split_rows = sequence  # type: ignore[assignment]
     for module in model.modules() if sequence else ():
         if hasattr(module, "row_mesh"):
@@ -138,7 +138,7 @@ def _float8_to_split(model: nn.Module) -> dict[str, Float8Linear]:
     }
 
 
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Let the parameter `name` of `module`, equal on all ranks, be a DTensor."""
     whole = module.get_parameter(name)
     split = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from packgraph.integrations.transformers.model import PackedModel, PackedPart
+from packgraph.integrations.transformers.tensor import prove as prove_split_live
 from packgraph.models.decoder import DecoderModel, ModelChunks, stage_layers
 from packgraph.models.hf import (
     CONFIG,
@@ -102,6 +103,8 @@ def _live_chunks(
     cut, models = stage_layers(config.model, parts, stage_tokens(config)), list[nn.Module]()
     for stage in stages:
         model = build_live(config, device, _reads_weights(config), deferred or is_cut)
+        if mesh.size("tp") > 1 and not models:
+            prove_split_live(model, mesh["tp"])
         models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())
     return _spread(models, config, mesh)
 

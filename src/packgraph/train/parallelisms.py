@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from packgraph.graphs.stages import in_scope
+from packgraph.integrations.transformers.model import PackedModel
+from packgraph.integrations.transformers.tensor import parallelize as split_live
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.moe.dispatch.over_ranks import make_dispatcher
 from packgraph.parallel.context.rows import context_problems, spread_context
@@ -85,7 +87,9 @@ class TensorParallelism(Parallelism):
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         parallel = config.parallel
-        found = tensor_problems(config.model, parallel.tp) if parallel.tp > 1 else []
+        found = []
+        if parallel.tp > 1 and config.hf.path is None:
+            found = tensor_problems(config.model, parallel.tp)
         # Where rows are spread over a context, too, that one says it.
         if parallel.cp == 1 and (odd := _odd_capacities(config)):
             found.append(
@@ -100,7 +104,10 @@ class TensorParallelism(Parallelism):
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("tp") > 1 else ():
             with on_meta(model):
-                parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+                if isinstance(model, PackedModel):
+                    split_live(model, mesh["tp"])
+                else:
+                    parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
 
 
 class ExpertParallelism(Parallelism):

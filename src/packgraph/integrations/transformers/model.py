@@ -121,7 +121,7 @@ def packed(
     family, causal = family_of(model), causal_model(model)
     mixers: Mapping[str, int] = {}
     if prove and causal.config.model_type not in FAMILIES:
-        problem, mixers = prove_packed(causal, functools.partial(_over, family))
+        problem, mixers = prove_packed(causal, functools.partial(pack_twin, family))
         if problem is not None:
             raise ValueError(f"{type(causal).__name__} cannot be packed: {problem}")
     found = PackedModel(causal, family, output)
@@ -136,7 +136,7 @@ def packed(
     return found  # a wrapper of PEFT is not called, and not watched
 
 
-def _over(family: PackedFamily, twin: Any) -> "PackedModel":
+def pack_twin(family: PackedFamily, twin: Any) -> "PackedModel":
     """A twin of the proof over packed batches."""
     found = PackedModel(twin, family)
     for layer in found.layers:
@@ -326,7 +326,7 @@ class PackedModel(SharedRows, nn.Module):
     ) -> Tensor:
         """The output for states [T, H] that the head reads, in chunks of rows where the head is one
         matrix."""
-        head, (scale, softcap) = self.causal.get_output_embeddings(), self._logits
+        head, (scale, softcap) = self.causal.get_output_embeddings(), self.logit_scaling
         entropy = output == "log_probabilities_and_entropies"
         hits = self.counts_hits and output == "loss"
         if isinstance(head.weight, DTensor):
@@ -356,7 +356,7 @@ class PackedModel(SharedRows, nn.Module):
         self, hidden: Tensor, weight: DTensor, labels: Tensor, output: Output
     ) -> Tensor:
         """As `read_head`, with the vocabulary split over ranks: the sum, or rows."""
-        if self._logits[1] or self.counts_hits:
+        if self.logit_scaling[1] or self.counts_hits:
             raise ValueError(
                 "a head that is split over tensor parallel ranks has no soft cap and counts no hits"
             )
@@ -367,7 +367,7 @@ class PackedModel(SharedRows, nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of states [T, H] that the head reads: for a few rows at a time."""
-        scale, softcap = self._logits
+        scale, softcap = self.logit_scaling
         found: Tensor = self.causal.get_output_embeddings()(hidden) * scale
         return softcap * torch.tanh(found / softcap) if softcap else found
 
@@ -399,7 +399,7 @@ class PackedModel(SharedRows, nn.Module):
         return getattr(causal, name, getattr(decoder, name, getattr(self.config, name)))
 
     @property
-    def _logits(self) -> tuple[float, float]:
+    def logit_scaling(self) -> tuple[float, float]:
         """Scale and soft cap that make logits of the product with the head."""
         config, family = self.config, self.family
         scale = self._factor(family.factor) if family.factor else 1.0

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from packgraph.integrations.transformers.mixers import BATCH
 from packgraph.models.foreign import naming
@@ -66,30 +68,81 @@ def prove(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
     Raises:
         ValueError: If the model's own code cannot make or run a twin.
     """
-    live = (value.device for value in causal.parameters() if not value.is_meta)
-    device = next(live, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device_of(causal)
     name = f"{type(causal).__module__}.{type(causal).__qualname__}"
     free = {"_name_or_path": "", "dtype": "", "architectures": None}
     config, version = causal.config.to_dict() | free, _transformers().__version__
     facts = [name, version, torch.__version__, device.type, config, sorted(_kinds(causal))]
     key = json.dumps(facts, sort_keys=True, default=str)
     if key not in _KNOWN:
-        devices = [device] * (device.type == "cuda")
-        precision = torch.get_float32_matmul_precision()
-        try:
-            torch.set_float32_matmul_precision("highest")
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                torch.autocast(device.type, enabled=False),
-                torch.random.fork_rng(devices),
-                torch.device(device),
-            ):
-                torch.manual_seed(0)
-                _KNOWN[key] = _compare(causal, pack)
-        finally:
-            torch.set_float32_matmul_precision(precision)
+        with _exactly(device):
+            _KNOWN[key] = _compare(causal, pack)
     return _KNOWN[key]
+
+
+def prove_split(
+    causal: Any,
+    pack: Callable[[Any], nn.Module],
+    split: Callable[[nn.Module], None],
+    group: dist.ProcessGroup,
+) -> None:
+    """Compares a twin of a model that is split over ranks with the whole one. Collective.
+
+    Args:
+        causal: As of `prove`.
+        pack: As of `prove`.
+        split: Splits a packed twin over the ranks of `group`, in place.
+        group: The ranks.
+
+    Raises:
+        ValueError: On all ranks, where the loss or a gradient on any of them is another.
+    """
+    with _exactly(_device_of(causal)):
+        twin = _twin(causal)
+        documents = [torch.randint(twin.config.vocab_size, (length,)) for length in LENGTHS]
+        batch = PackedBatch.build([one.cpu() for one in documents], ROW).to(documents[0].device)
+        other = pack(copy.deepcopy(twin))
+        whole = pack(twin)
+        split(other)
+        losses = [model(batch) for model in (other, whole)]
+        for loss in losses:
+            loss.backward()
+        pairs = zip(other.named_parameters(), whole.named_parameters(), strict=True)
+        found = {"the loss": _apart(*losses)}
+        gradients = [(name, _taken(mine), _taken(theirs)) for (name, mine), (_, theirs) in pairs]
+        largest = max(float(theirs.abs().max()) for _, _, theirs in gradients) / 1000
+        for name, mine, theirs in gradients:
+            found[f"the gradient of {name}"] = _apart(mine, theirs, largest)
+        differing = [f"{what}: {told}" for what, told in found.items() if told]
+        everywhere = torch.tensor([len(differing)])
+        dist.all_reduce(everywhere, group=group)
+    if everywhere.item():
+        told = differing[0] if differing else "on another rank"
+        raise ValueError(f"a twin of {type(causal).__name__} split over ranks differs in {told}")
+
+
+def _device_of(causal: Any) -> torch.device:
+    live = (value.device for value in causal.parameters() if not value.is_meta)
+    return next(live, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@contextmanager
+def _exactly(device: torch.device) -> Iterator[None]:
+    """For the block numbers on `device` are float32, and drawn alike every time."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.random.fork_rng([device] * (device.type == "cuda")),
+            torch.device(device),
+        ):
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def kind_of(layer: nn.Module) -> str:
@@ -218,6 +271,8 @@ def _begins_at_random(twin: Any, document: Tensor) -> bool:
 def _taken(parameter: nn.Parameter) -> Tensor:
     """The gradient of a parameter, which has none afterwards."""
     found, parameter.grad = parameter.grad, None
+    if isinstance(found, DTensor):
+        return found.full_tensor()
     return torch.zeros_like(parameter) if found is None else found
 
 

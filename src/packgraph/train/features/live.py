@@ -31,6 +31,7 @@ from packgraph.integrations.transformers.deferred import (
 )
 from packgraph.integrations.transformers.mixers import runner_of
 from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
+from packgraph.integrations.transformers.tensor import tensor_problems
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
@@ -71,6 +72,7 @@ class LiveShape:
     in_float8: Callable[[str, int], list[str]]
     scans: list[str]
     scores: bool
+    split: Callable[[int], list[str]]
 
 
 def transformers_module() -> Any:
@@ -170,7 +172,8 @@ def live_shape(path: str) -> LiveShape:
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     capped = getattr(config, "attn_logit_softcapping", None)
     scores = any(wrapped.windows) or sinks or bool(capped)
-    facts = elements, passed, frozenset(linear), in_float8, scans, scores
+    split = functools.partial(tensor_problems, wrapped)
+    facts = elements, passed, frozenset(linear), in_float8, scans, scores, split
     return LiveShape(sizes, stages, *facts)
 
 
@@ -203,18 +206,21 @@ def live_problems(config: TrainConfig) -> list[str]:
     parallel, shape = config.parallel, live_shape(config.hf.path)
     sizes = shape.sizes
     here = {field: getattr(config.model, field) for field in sizes}
-    return true_of(
+    scans = ", ".join(shape.scans)
+    found = [
+        f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
+        "that of its config.json"
+        for field, value in sizes.items()
+        if value != here[field]
+    ]
+    if parallel.tp > 1:
+        found += [f"parallel.tp = {parallel.tp}: {problem}" for problem in shape.split(parallel.tp)]
+    return found + true_of(
         {
-            **{
-                f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
-                "(parallel.dp), pipelines (pp) and contexts (cp)": size > 1
-                for name in ("tp", "ep")
-                if (size := getattr(parallel, name))
-            },
-            f"parallel.cp = {parallel.cp} spreads rows over ranks, which {', '.join(shape.scans)} "
-            "scan in their order; use pipeline or data parallelism": (
-                parallel.cp > 1 and bool(shape.scans)
-            ),
+            f"parallel.ep = {parallel.ep} cuts models of packgraph; hf:PATH knows dp, tp, pp and "
+            "cp": parallel.ep > 1,
+            f"parallel.cp = {parallel.cp} spreads rows over ranks, which {scans} scan in their "
+            "order; use pipeline or data parallelism": parallel.cp > 1 and bool(scans),
             "parallel.cp_kind must be ulysses for attention with windows, soft caps or sinks": (
                 parallel.cp > 1 and shape.scores and parallel.cp_kind != "ulysses"
             ),
@@ -225,12 +231,7 @@ def live_problems(config: TrainConfig) -> list[str]:
                 config.run.init_from is not None
             ),
         }
-    ) + [
-        f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
-        "that of its config.json"
-        for field, value in sizes.items()
-        if value != here[field]
-    ]
+    )
 
 
 def build_live(

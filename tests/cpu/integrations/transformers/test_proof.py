@@ -106,7 +106,7 @@ def test_a_shifted_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scale_of_the_head_is_found() -> None:
     made: Any = any_decoder("arcee")
     family = dataclasses.replace(family_of(made), factor="hidden_size")
-    problem, _ = proof.prove(made, lambda twin: model._over(family, twin))
+    problem, _ = proof.prove(made, lambda twin: model.pack_twin(family, twin))
     assert problem is not None and "in the loss, behind norm, head and scales" in problem
 
 
