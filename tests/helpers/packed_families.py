@@ -291,7 +291,11 @@ def build(family: str, **changes: Any) -> nn.Module:
     known = CASES[family]
     config = getattr(transformers, known.config)(**copy.deepcopy({**known.arguments, **changes}))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    return draw_weights(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def draw_weights(model: nn.Module) -> nn.Module:
+    """The same model with weights that make every part of it matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, tensor in sorted(model.named_parameters()):

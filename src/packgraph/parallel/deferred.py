@@ -84,6 +84,7 @@ def on_meta(module: nn.Module) -> Iterator[None]:
             made = nn.Parameter(
                 parameter.detach().to("meta"), requires_grad=parameter.requires_grad
             )
+            made.__dict__.update(parameter.__dict__)
             for owner, key in owners[id(parameter)]:
                 owner.register_parameter(key, made)
         yield

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packgraph.integrations.transformers.experts import run_experts
+from packgraph.integrations.transformers.experts import experts_of, give_dispatchers, run_experts
 from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
@@ -284,13 +284,9 @@ def use_ours(model: Any) -> None:
         masks.register(name, masks()[otherwise])
     moe = importlib.import_module("transformers.integrations.moe")
     moe.ExpertsInterface.register(PREFIX, run_experts)
+    give_dispatchers(model)
     for module in experts_of(model):
         module.config._experts_implementation = PREFIX
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    """Modules whose forward goes through transformers' interface of experts."""
-    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
 
 
 def refuse_other_experts(layers: Iterable[nn.Module]) -> None:
@@ -301,4 +297,9 @@ def refuse_other_experts(layers: Iterable[nn.Module]) -> None:
                 f"{type(module).__name__} would run as {module.config._experts_implementation!r}, "
                 "not as packgraph's grouped products; call packed(model) again after "
                 "set_experts_implementation, and after replacing a module or its config"
+            )
+        if not hasattr(module, "dispatching"):
+            raise ValueError(
+                f"{type(module).__name__} came after packed(model), which prepares experts; call "
+                "it again"
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.integrations.transformers.experts import waits
 from packgraph.integrations.transformers.families import (
     FAMILIES,
     PackedFamily,
@@ -244,7 +245,8 @@ class PackedModel(SharedRows, nn.Module):
                     f"layer {index} came after packed(model), which prepares layers; call it again"
                 )
             kind = self.layer_types[index] if self.layer_types else ""
-            inner.append(Stage("layer", index, layer_runner(kind, windows[index]), owner=layer))
+            run = layer_runner(kind, windows[index])
+            inner.append(Stage("layer", index, run, waits(layer), owner=layer))
         head = [Stage("head", len(layers), self.run_head)] if self.last else []
         marks = bool(getattr(self.decoder, self.family.embedding)._forward_hooks)
         embed = Stage("embed", -1, self.run_embed, opaque=marks)  # a tracer does not mark leaves

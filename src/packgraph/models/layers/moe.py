@@ -34,7 +34,7 @@ from packgraph.moe.balance import (
     load_loss,
     z_loss,
 )
-from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
+from packgraph.moe.dispatch.dispatcher import Dispatching, ExpertRows
 from packgraph.moe.experts import Experts
 from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
@@ -104,24 +104,17 @@ class Gate(nn.Module):
         return self
 
 
-class MoEBlock(nn.Module):
-    """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts;
-    local at first.
+class MoEBlock(Dispatching):
+    """Router, experts and shared experts of one layer.
 
     Stages that wait for the host with this dispatcher are named, with the reason, in
-    `dispatcher.why_not`. demand: int64 [], 0 or the most room that a dispatch of training would
-    have needed and had not (`PaddedDispatcher.demand`). evaluation_demand: the same of calls that
-    are not training (`eval`, or without gradients), which no step reads: look at it after an
-    evaluation, since rows without room were left out. stash: where what experts save for the
-    backward of training is kept; None = as it is, all R rows of it. row_mesh: the ranks that hidden
-    states are split over by rows (tensor parallelism with sequence), None = none.
+    `dispatcher.why_not`. stash: where what experts save for the backward of training is kept; None
+    = as it is, all R rows of it. row_mesh: the ranks that hidden states are split over by rows
+    (tensor parallelism with sequence), None = none.
     """
 
-    demand: Tensor
-    evaluation_demand: Tensor
-
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
+        super().__init__(config.experts.count)
         self.settings = config.experts
         self.gate = Gate(config)
         self.experts = Experts(
@@ -136,30 +129,9 @@ class MoEBlock(nn.Module):
         self.fc2_latent_proj = linear_layer(by, latent, hidden) if latent else None
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = FeedForward(config, width) if width else None
-        self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
         self.row_mesh: DeviceMesh | None = None
         self.offload: Mark = offload_block
-        self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_buffer(
-            "evaluation_demand", torch.zeros((), dtype=torch.int64), persistent=False
-        )
-
-    def forget_demand(self) -> None:
-        """Forgets that rows were lacking."""
-        self.demand.zero_()
-        self.evaluation_demand.zero_()
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """Dispatcher that takes tokens to the experts."""
-        return self._dispatcher[0]
-
-    @dispatcher.setter
-    def dispatcher(self, dispatcher: Dispatcher) -> None:
-        # In a tuple, which graphs look at: they have baked its shapes, and must notice that there
-        # is another one.
-        self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
         """x: [T, H] or this rank's rows of it, the normed hidden state. Chooses experts, attaches
@@ -211,14 +183,8 @@ class MoEBlock(nn.Module):
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:
-        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`, or
-        `evaluation_demand`."""
-        plan = self.dispatcher.preprocess(state["moe_routing"])
-        if (demand := self.dispatcher.demand(plan)) is not None:
-            largest = self.demand if self._learns() else self.evaluation_demand
-            with torch.no_grad():
-                largest.copy_(torch.maximum(largest, demand))
-        return {**state, "moe_plan": plan}
+        """Adds moe_plan."""
+        return {**state, "moe_plan": self.plan(state["moe_routing"])}
 
     def run_dispatch(self, state: State) -> State:
         """Adds moe_rows."""
@@ -230,7 +196,7 @@ class MoEBlock(nn.Module):
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
         rows: ExpertRows = state["moe_rows"]
-        if self.stash is not None and self._learns():
+        if self.stash is not None and self.learns():
             made = stashed_experts(self.experts, *rows, self.stash)
         else:
             with self.offload("expert_fc1", leave=rows.offsets):
@@ -247,10 +213,6 @@ class MoEBlock(nn.Module):
             return []
         tiers = (self.stash.buffers, self.stash.hosts)
         return [pages for tier in tiers for column in tier.values() for pages in column]
-
-    def _learns(self) -> bool:
-        """Returns whether this call is one of training, whose backward follows."""
-        return self.training and torch.is_grad_enabled()
 
     def run_combine(self, state: State) -> tuple[State, Tensor]:
         """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from packgraph.moe.permute import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
@@ -132,3 +132,52 @@ class LocalDispatcher(Dispatcher):
 
     def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
         return combine_rows(rows, plan)
+
+
+class Dispatching(nn.Module):
+    """The dispatcher of one layer, local at first, and what was lacking in its dispatches.
+
+    demand: int64 [], 0 or the most room that a dispatch of training would have needed and had not
+    (`Dispatcher.demand`). evaluation_demand: the same of calls that are not training (`eval`, or
+    without gradients), which no step reads: look at it after an evaluation, since rows without room
+    were left out.
+    """
+
+    demand: Tensor
+    evaluation_demand: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.dispatcher = LocalDispatcher(num_experts)
+        for name in ("demand", "evaluation_demand"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Dispatcher that takes tokens to the experts."""
+        return self._dispatcher[0]
+
+    @dispatcher.setter
+    def dispatcher(self, dispatcher: Dispatcher) -> None:
+        # In a tuple, which graphs look at: they have baked its shapes, and must notice that there
+        # is another one.
+        self._dispatcher = (dispatcher,)
+
+    def plan(self, routing: Routing) -> Any:
+        """The dispatcher's plan. Where rows are lacking, what would have sufficed stays in
+        `demand`, or `evaluation_demand`."""
+        plan = self.dispatcher.preprocess(routing)
+        if (demand := self.dispatcher.demand(plan)) is not None:
+            largest = self.demand if self.learns() else self.evaluation_demand
+            with torch.no_grad():
+                largest.copy_(torch.maximum(largest, demand))
+        return plan
+
+    def learns(self) -> bool:
+        """Returns whether this call is one of training, whose backward follows."""
+        return self.training and torch.is_grad_enabled()
+
+    def forget_demand(self) -> None:
+        """Forgets that rows were lacking."""
+        self.demand.zero_()
+        self.evaluation_demand.zero_()

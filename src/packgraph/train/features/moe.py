@@ -60,6 +60,7 @@ from packgraph.models.branches import routed_width
 from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
+from packgraph.moe.dispatch.dispatcher import Dispatching
 from packgraph.moe.dispatch.over_ranks import Budgeted, with_factor
 from packgraph.moe.peer_read import SymmetricBuffers, symmetric_problem
 from packgraph.moe.stash.plan import grown_pages, pages_for
@@ -311,7 +312,7 @@ def set_pages(stash: Stash, pages: int, blocks: Sequence[MoEBlock]) -> None:
     share(stash, [block for block in blocks if block.stash is stash])
 
 
-def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
+def give_room(blocks: Sequence[Dispatching], factor: float) -> None:
     """Room for `factor` in these layers, whose dispatchers have a budget; inf = for whatever comes.
     Collective."""
     for block, larger in zip(blocks, with_factor(_budgets(blocks), factor), strict=True):
@@ -363,12 +364,17 @@ def restore_room(
     return told
 
 
-def budgeted(chunks: Sequence[nn.Module]) -> list[MoEBlock]:
-    """Layers with experts whose dispatchers have a budget."""
-    return [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, Budgeted)]
+def budgeted(chunks: Sequence[nn.Module]) -> list[Dispatching]:
+    """What has a dispatcher with a budget: layers with experts, and experts of transformers."""
+    return [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Dispatching) and isinstance(module.dispatcher, Budgeted)
+    ]
 
 
-def _budgets(blocks: Sequence[MoEBlock]) -> list[Budgeted]:
+def _budgets(blocks: Sequence[Dispatching]) -> list[Budgeted]:
     return [block.dispatcher for block in blocks if isinstance(block.dispatcher, Budgeted)]
 
 
