@@ -357,15 +357,24 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+def axes(family: str) -> str:
+    """The axes of parallelism that the small model of a family can have beside replicas."""
+    live = importlib.import_module("packgraph.integrations.transformers").packed(build(family))
+    split = importlib.import_module("packgraph.integrations.transformers.tensor")
+    found = ["pp"] + ["tp"] * (not split.tensor_problems(live, 2))
+    by = "cp (ulysses)" if live.has_score_options else "cp"
+    return ", ".join(found + [by] * (not live.scans))
+
+
 def family_table() -> str:
     """The table of docs/guides/huggingface.md: every family with a case, and those refused."""
     families = importlib.import_module("packgraph.integrations.transformers.families")
-    lines = ["| family | `model_type` | layers | notes |", "|---|---|---|---|"]
+    lines = ["| family | `model_type` | layers | in parallel | notes |", "|---|---|---|---|---|"]
     for name in CASES:
         known = families.FAMILIES[name]
-        lines.append(f"| {known.title} | `{name}` | {known.kind} | {known.note} |")
+        lines.append(f"| {known.title} | `{name}` | {known.kind} | {axes(name)} | {known.note} |")
     for name, refused in families.NOT_PACKED.items():
-        lines.append(f"| {refused.title} | `{name}` | refused | {refused.reason} |")
+        lines.append(f"| {refused.title} | `{name}` | refused | | {refused.reason} |")
     return "\n".join(lines)
 
 

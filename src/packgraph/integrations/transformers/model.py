@@ -38,6 +38,7 @@ from packgraph.integrations.transformers.mixers import (
     LayerCall,
     refuse_other_experts,
     refuse_other_ways,
+    runner_of,
     use_ours,
 )
 from packgraph.integrations.transformers.proof import kind_of
@@ -293,6 +294,9 @@ class PackedModel(SharedRows, nn.Module):
         if isinstance(embedding.weight, DTensor):  # its module is not called
             hidden = embed(tokens, padding, embedding.weight, split_rows=False)[None]
             hidden = hidden * getattr(embedding, "embed_scale", 1.0)
+            if embedding.padding_idx is not None:  # a row that is read and never trained
+                untrained = tokens == embedding.padding_idx
+                hidden = torch.where(untrained[None, :, None], hidden.detach(), hidden)
         else:
             # On CUDA an index outside the matrix would end the process.
             hidden = embedding(tokens.masked_fill(~legal, 0)[None])
@@ -425,6 +429,18 @@ class PackedModel(SharedRows, nn.Module):
         if kinds is None:
             return [window] * layers
         return [window if kinds[n] == "sliding_attention" else None for n in range(layers)]
+
+    @property
+    def scans(self) -> list[str]:
+        """Classes of its mixers with a state, which read rows in their order."""
+        return sorted({type(module).__name__ for module in filter(runner_of, self.modules())})
+
+    @property
+    def has_score_options(self) -> bool:
+        """Whether its attention has windows, soft caps or sinks."""
+        capped = getattr(self.config, "attn_logit_softcapping", None)
+        sinks = any(name.endswith("sinks") for name, _ in self.named_parameters())
+        return bool(any(self.windows) or capped or sinks)
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Tables of positions by type of layer; one without a name where all have the same."""

@@ -99,7 +99,7 @@ def prove_split(
     """
     with _exactly(_device_of(causal)):
         twin = _twin(causal)
-        documents = [torch.randint(twin.config.vocab_size, (length,)) for length in LENGTHS]
+        documents = _documents(twin)
         batch = PackedBatch.build([one.cpu() for one in documents], ROW).to(documents[0].device)
         other = pack(copy.deepcopy(twin))
         whole = pack(twin)
@@ -180,7 +180,7 @@ def _compare(causal: Any, pack: Callable[[Any], nn.Module]) -> Proof:
     own = "a small model of its configuration cannot be made and run by its own code"
     with naming(type(causal).__name__, own, ValueError):
         twin = _twin(causal)
-        documents = [torch.randint(twin.config.vocab_size, (length,)) for length in LENGTHS]
+        documents = _documents(twin)
         if _begins_at_random(twin, documents[0]):
             what = "what its layers read is random in training, as by dropout: set that to 0"
             return Proof(what, {})
@@ -230,7 +230,8 @@ def _twin(causal: Any) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == len(kinds):
             setattr(config, name, value[:layers])
-    config.num_hidden_layers, config.pad_token_id = layers, None
+    config.num_hidden_layers = layers
+    config.pad_token_id = None if getattr(config, "pad_token_id", None) is None else 0
     kept = max(FEWEST_EXPERTS, *(2 * int(getattr(config, name, 0) or 0) for name in CHOSEN))
     windows = {name: WINDOW for name in vars(config) if "window" in name}
     for name, most in (windows | SMALLER | dict.fromkeys(EXPERTS, kept)).items():
@@ -250,6 +251,14 @@ def _twin(causal: Any) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return twin.eval()
+
+
+def _documents(twin: Any) -> list[Tensor]:
+    """Documents of random tokens, that of padding among them, whose embedding may be untrained."""
+    found = [torch.randint(twin.config.vocab_size, (length,)) for length in LENGTHS]
+    for document in found:
+        document[3] = 0
+    return found
 
 
 def _own_loss(twin: Any, document: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from packgraph.integrations.transformers.deferred import (
     defer_stored,
     skeleton,
 )
-from packgraph.integrations.transformers.mixers import runner_of
 from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
 from packgraph.integrations.transformers.tensor import tensor_problems
 from packgraph.models.foreign import naming, read_object
@@ -168,12 +167,9 @@ def live_shape(path: str) -> LiveShape:
     looked_up = 0 if is_tied else model.get_input_embeddings().weight.numel()
     passed = None if getattr(config, "num_experts_per_tok", None) else elements - looked_up
     in_float8 = functools.partial(precision_problems, wrapped.layers)
-    scans = sorted({type(module).__name__ for module in filter(runner_of, model.modules())})
-    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    capped = getattr(config, "attn_logit_softcapping", None)
-    scores = any(wrapped.windows) or sinks or bool(capped)
     split = functools.partial(tensor_problems, wrapped)
-    facts = elements, passed, frozenset(linear), in_float8, scans, scores, split
+    spread = wrapped.scans, wrapped.has_score_options, split
+    facts = elements, passed, frozenset(linear), in_float8, *spread
     return LiveShape(sizes, stages, *facts)
 
 
@@ -193,9 +189,8 @@ def live_layer(path: str) -> ConfigLayer:
     """The sizes of the model in `path` as values of a configuration, and its tokenizer, whether
     there is one or not: bytes must be asked for. Raises ConfigError."""
     shape = live_shape(path)
-    values: dict[str, Any] = {"model": shape.sizes, "data": {"tokenizer": path}}
-    if shape.scores:
-        values["parallel"] = {"cp_kind": "ulysses"}
+    parallel = {"sequence": False} | ({"cp_kind": "ulysses"} if shape.scores else {})
+    values = {"model": shape.sizes, "data": {"tokenizer": path}, "parallel": parallel}
     return ConfigLayer(f"hf:{path}", values)
 
 
@@ -221,6 +216,8 @@ def live_problems(config: TrainConfig) -> list[str]:
             "cp": parallel.ep > 1,
             f"parallel.cp = {parallel.cp} spreads rows over ranks, which {scans} scan in their "
             "order; use pipeline or data parallelism": parallel.cp > 1 and bool(scans),
+            "parallel.sequence is for models of packgraph: with hf:PATH tensor parallel ranks have "
+            "all rows": parallel.tp > 1 and parallel.sequence,
             "parallel.cp_kind must be ulysses for attention with windows, soft caps or sinks": (
                 parallel.cp > 1 and shape.scores and parallel.cp_kind != "ulysses"
             ),
