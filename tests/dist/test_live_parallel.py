@@ -26,6 +26,8 @@ from packgraph.train.config.reading import ConfigError, ConfigLayer
 from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_problems
+from packgraph.train.features.recompute import problems_of_recompute
+from packgraph.train.memory import need_of
 from packgraph.verification.matrix import budget_of
 from packgraph.verification.ranks import verify_ranks
 
@@ -94,6 +96,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen2", WINDOWS, CONTEXT, {}),
         ("gpt_oss", WINDOWS, CONTEXT, {}),
         ("qwen3", {}, CONTEXT, {"lora.rank": 4}),
+        ("qwen3", {}, PIPELINE, {"run.recompute": "full"}),
         ("qwen2", WINDOWS, TENSOR, {}),
         ("starcoder2", {}, Layout(dp=1, pp=2, tp=2), {"hf.random": True}),
         ("qwen3", {}, Layout(dp=2, tp=2), SHARDS),
@@ -152,6 +155,33 @@ def test_what_cannot_be_spread_is_named(stored: Any) -> None:
     assert not problems("qwen2", CONTEXT)
     with pytest.raises(ConfigError, match="reads none"):
         config(stored("qwen3"), CONTEXT, {"data.path": "x"})
+
+
+def test_memory_is_predicted_of_a_part(stored: Any) -> None:
+    path = stored("qwen3")
+    whole = need_of(config(path, Layout(dp=1), {}), "cpu")
+    half = need_of(config(path, PIPELINE, {}), "cpu", world=2)
+    assert (half.weights, half.gradients) == (whole.weights // 2, whole.gradients // 2)
+    assert half.optimizer == whole.optimizer // 2
+
+
+def passes_on_doubles(mesh: Any, path: str) -> None:
+    end = PackedPart.end
+    PackedPart.end = lambda part, state: end(part, state).double()  # type: ignore[method-assign]
+    compared(mesh, path, PIPELINE, {"graph.enabled": False, "graph.strict": False})
+
+
+def test_a_stage_that_passes_on_another_dtype_is_refused(stored: Any) -> None:
+    with pytest.raises(AssertionError, match=r"passes on .* in torch.float64, and the next"):
+        run_ranks(passes_on_doubles, 2, stored("qwen3"), layout=PIPELINE)
+
+
+def test_layers_that_exchange_are_not_recomputed(stored: Any) -> None:
+    asked = {"run.recompute": "full"}
+    for layout in (TENSOR, CONTEXT):
+        problems = problems_of_recompute(config(stored("qwen3"), layout, asked))
+        assert "would exchange once more" in problems[0]
+    assert not problems_of_recompute(config(stored("qwen3"), PIPELINE, asked))
 
 
 def test_an_attention_with_windows_is_refused_in_zigzag(stored: Any) -> None:

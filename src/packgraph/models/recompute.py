@@ -23,7 +23,7 @@ from packgraph.graphs.stages import in_scope
 from packgraph.models.branches import BRANCHES
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import MoEBlock
-from packgraph.models.stack import DecoderStack
+from packgraph.models.rows import SharedRows
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 
 NONE = "none"
@@ -118,7 +118,7 @@ def _asked(what: What) -> list[str]:
 def _exchanges(module: nn.Module) -> bool:
     """Returns whether ranks exchange data within layers: split matrices, or spread rows."""
     return any(isinstance(value, DTensor) for value in module.parameters()) or any(
-        isinstance(part, DecoderStack) and part.contexts for part in module.modules()
+        isinstance(part, SharedRows) and part.contexts for part in module.modules()
     )
 
 
@@ -160,6 +160,8 @@ def _checkpoint_live(module: nn.Module, what: What) -> None:
     if what == NONE:
         getattr(model, f"{name}_disable")()
     elif what == FULL:
+        if _exchanges(module):
+            raise ValueError(EXCHANGES)
         asked = bool(getattr(model, "_require_grads_hooks", ()))
         getattr(model, f"{name}_enable")({"use_reentrant": False})
         forget: Callable[[], None] | None = getattr(model, "disable_input_require_grads", None)

@@ -393,17 +393,19 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     of them; adapters and microbatches are not counted. What is sharded of a model of transformers
     is estimated by its sizes, as if it had no experts."""
     path, parallel, spared = config.hf.path, config.parallel, 0
+    layout = parallel.layout().resolved(world)
     whole = stage_weights(config.model, 0, 1)[0] if path is None else live_shape(path).elements
+    whole //= layout.pp * layout.tp  # at least: experts and norms are not split
     trained = 0 if config.lora.enabled else whole
     if parallel.shards and world > 1:
-        layout = parallel.layout().resolved(world)
         spared = round(_spared(_sharded(config, layout, 0), layout))
     held = whole - (spared if parallel.known_shard == "parameters" else 0)
-    state = _state_bytes(config, trained, trained / world)
+    updated = trained / (layout.replicas(world) * layout.cp)
+    state = _state_bytes(config, trained, updated)
     return Need(
         held * ITEMSIZE[config.run.dtype],
         (trained - (spared if trained else 0)) * ITEMSIZE[config.gradient_dtype(world)],
-        _on_device(config, device_type, state, trained / world),
+        _on_device(config, device_type, state, updated),
         0,
         0,
         _sure_capacity(config),

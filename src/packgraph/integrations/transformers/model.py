@@ -293,7 +293,8 @@ class PackedModel(SharedRows, nn.Module):
         legal = is_word(tokens, embedding.weight.shape[0])
         if isinstance(embedding.weight, DTensor):  # its module is not called
             hidden = embed(tokens, padding, embedding.weight, split_rows=False)[None]
-            hidden = hidden * getattr(embedding, "embed_scale", 1.0)
+            scale = getattr(embedding, "embed_scale", 1.0)  # as its own forward has it
+            hidden = hidden * (scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
             if embedding.padding_idx is not None:  # a row that is read and never trained
                 untrained = tokens == embedding.padding_idx
                 hidden = torch.where(untrained[None, :, None], hidden.detach(), hidden)

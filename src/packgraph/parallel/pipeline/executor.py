@@ -350,6 +350,7 @@ class Pipeline:
             if stage == self.num_stages - 1:
                 total += out
                 continue
+            self._check_sent(out, batch)
             if len(sent) == ranks:  # more are never waited for at the same time
                 sent.popleft()[0].wait()
             sent.append((self.links.send(out, stage, "forward"), out))
@@ -512,6 +513,15 @@ class Pipeline:
     def _stage(self, chunk: int) -> int:
         return chunk * self.links.size + self.links.rank
 
+    def _check_sent(self, out: torch.Tensor, batch: PackedBatch) -> None:
+        """Raises PipelineError for hidden states that the next stage has no buffer for."""
+        like = self._like(batch)
+        if (out.shape, out.dtype) != (like.shape, like.dtype):
+            raise PipelineError(
+                f"a stage passes on {list(out.shape)} in {out.dtype}, and the next one receives "
+                f"{list(like.shape)} in {like.dtype}: hidden states keep the dtype of the run"
+            )
+
     def _like(self, batch: PackedBatch) -> torch.Tensor:
         """Hidden states of `batch`'s shape, without memory."""
         if batch.capacity not in self._likes:
@@ -598,6 +608,8 @@ class Pipeline:
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             loss += flight.out.detach()
+        else:
+            self._check_sent(flight.out, batch)
 
     def _backward(self, action: Action) -> None:
         flight = self._flights[action.stage, action.microbatch]

@@ -53,14 +53,16 @@ def recomputed_stages(config: TrainConfig) -> dict[str, str]:
 def problems_of_recompute(config: TrainConfig) -> list[str]:
     """All reasons why what `run.recompute` asks for cannot be."""
     what, graph, parallel = config.run.recompute, config.graph, config.parallel
+    exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
     if config.hf.path is not None:
-        return [] if what in (NONE, FULL) else [f"run.recompute = {what}: {LIVE_LAYERS}"]
+        problem = EXCHANGES if exchanges and what == FULL else LIVE_LAYERS
+        allowed = what == NONE or (what == FULL and not exchanges)
+        return [] if allowed else [f"run.recompute = {what}: {problem}"]
     found = recompute_problems(
         recompute_at_first(config), [s.name for s in named_stages(config.model)]
     )
     stages = recomputed_stages(config)
     experts = any(in_scope(name, ["moe"]) for name in stages)
-    exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
     compiled = graph.enabled and graph.compile and FULL in stages.values()
     found += true_of(
         {
