@@ -125,6 +125,21 @@ contexts() { # RANKS TIMES: rows over as many of RANKS ranks as their documents 
         "--run.tokens-per-step $(($2 * ROW))"
 }
 
+# Two layers of Llama 3.1 8B, or a toy, by transformers' own code with random weights.
+LIVE=$LOGS/live
+mkdir -p "$LIVE"
+"$PYTHON" - "$TINY" "$LIVE/config.json" <<'EOF' || exit
+import json, sys
+config = json.load(open("benchmarks/configs/llama-3-8b.json"))
+config |= {"num_hidden_layers": 2, "vocab_size": 4096}
+if sys.argv[1] == "1":
+    config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 16, "vocab_size": 512}
+json.dump(config, open(sys.argv[2], "w"))
+EOF
+LLAMA="hf:$LIVE --hf.random true --data.source stdlib --data.tokenizer bytes"
+[ "$TINY" = 0 ] || LLAMA="$LLAMA --run.device cpu"
+
 # Words of the variables above are split on purpose.
 # shellcheck disable=SC2046,SC2086
 case $GPUS in
@@ -135,6 +150,9 @@ case $GPUS in
     # Rows over changing numbers of ranks need two more of them beside TP2 x PP2, so eight.
     verify tp-pp 70 $WIDE --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
     bench workload 100 --ways fixed dynamic dynamic+graph $COMPILED --places 64 --rounds 8
+    verify live-tp-pp 60 $LLAMA --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
+    verify live-tp-cp 60 $LLAMA --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
+    verify live-pp-shard 60 $LLAMA --parallel.pp 2 --parallel.shard parameters $ROWS --steps 8
     verify tp-cp 60 $WIDE --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
     deep deep 540 "$WAYS step step+stash" --parallel.ep 4
     ;;
