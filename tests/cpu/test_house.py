@@ -510,12 +510,12 @@ STATEMENTS = {
     "models": 1820,
     "viz": 337,
     "integrations": 1473,
-    "train": 8973,
+    "train": 8991,
     "verification": 833,
     "bench": 476,
     "commands": 219,
     "cli": 121,
-    "tests": 48113,
+    "tests": 48115,
     "benchmarks": 5238,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -31,7 +31,12 @@ from packgraph.train.memory import need_of
 from packgraph.verification.matrix import budget_of
 from packgraph.verification.ranks import verify_ranks
 
-CONTEXT, PIPELINE, TENSOR = Layout(dp=1, cp=2), Layout(dp=1, pp=2), Layout(dp=1, tp=2)
+CONTEXT, PIPELINE, TENSOR, EXPERTS = (
+    Layout(dp=1, cp=2),
+    Layout(dp=1, pp=2),
+    Layout(dp=1, tp=2),
+    Layout(dp=2, ep=2),
+)
 CAPACITIES = (Capacity(48, 4), Capacity(96, 8))
 UNLISTED = ("cohere", "ernie4_5_moe", "olmoe", "persimmon", "phi")
 
@@ -59,7 +64,12 @@ def config(path: str, layout: Layout, values: dict[str, Any]) -> TrainConfig:
         "graph.capacities": "48x4,96x8",
         "graph.strict": True,
         "parallel.shard": "none",
-        **{f"parallel.{axis.name}": axis.size for axis in layout.axes if axis.name != "dp"},
+        "parallel.ep": layout.ep,
+        **{
+            f"parallel.{axis.name}": axis.size
+            for axis in layout.axes
+            if axis.name not in ("dp", "ep")
+        },
     }
     asked = RunRequest("hf", preset("hf"), (ConfigLayer("test", given | values),))
     return with_shape(asked)[0]
@@ -97,6 +107,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("gpt_oss", WINDOWS, CONTEXT, {}),
         ("qwen3", {}, CONTEXT, {"lora.rank": 4}),
         ("qwen3", {}, PIPELINE, {"run.recompute": "full"}),
+        ("qwen3_moe", {}, EXPERTS, {"parallel.expert_room": 1.0}),
+        ("gpt_oss", WINDOWS, Layout(dp=2, ep=2, pp=2), {}),
         ("qwen2", WINDOWS, TENSOR, {}),
         ("starcoder2", {}, Layout(dp=1, pp=2, tp=2), {"hf.random": True}),
         ("qwen3", {}, Layout(dp=2, tp=2), SHARDS),

@@ -362,6 +362,8 @@ def axes(family: str) -> str:
     live = importlib.import_module("packgraph.integrations.transformers").packed(build(family))
     split = importlib.import_module("packgraph.integrations.transformers.tensor")
     found = ["pp"] + ["tp"] * (not split.tensor_problems(live, 2))
+    shared = importlib.import_module("packgraph.integrations.transformers.experts")
+    found += ["ep"] * (not shared.expert_split_problems(live.causal, 2))
     by = "cp (ulysses)" if live.has_score_options else "cp"
     return ", ".join(found + [by] * (not live.scans))
 

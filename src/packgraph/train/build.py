@@ -37,7 +37,7 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.live import build_live, live_layer
 from packgraph.train.features.lora import add_adapters
-from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
+from packgraph.train.features.moe import ExpertBalance, Overflow, has_shared_experts, make_stash
 from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, recompute_at_first, set_recompute
 from packgraph.train.feed import MicrobatchAssignment
@@ -126,18 +126,16 @@ def make_optimizer(
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:
             ShardedLayers(optimizer.flat, set(layers_of(chunk).values())).put_into(chunk)
+    stash = None
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
-        # On all ranks or on none, whatever layers a rank has: they agree about every update
-        # together.
-        if (
-            config.parallel.dispatcher_name in ("padded", "symmetric")
-            or config.parallel.expert_stash
-        ):
-            optimizer.overflow = Overflow(
-                model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash
-            )
+    # On all ranks or on none, whatever layers a rank has: they agree about every update together.
+    budgets = config.parallel.dispatcher_name in ("padded", "symmetric")
+    if has_shared_experts(config) and (budgets or config.parallel.expert_stash):
+        optimizer.overflow = Overflow(
+            model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash
+        )
     return optimizer
 
 

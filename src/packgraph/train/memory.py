@@ -395,7 +395,10 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     path, parallel, spared = config.hf.path, config.parallel, 0
     layout = parallel.layout().resolved(world)
     whole = stage_weights(config.model, 0, 1)[0] if path is None else live_shape(path).elements
-    whole //= layout.pp * layout.tp  # at least: experts and norms are not split
+    if path is not None and layout.ep > 1:
+        experts = live_shape(path).experts
+        whole -= experts - experts // layout.ep
+    whole //= layout.pp * layout.tp  # at least: norms are not split, nor experts over tp
     trained = 0 if config.lora.enabled else whole
     if parallel.shards and world > 1:
         spared = round(_spared(_sharded(config, layout, 0), layout))

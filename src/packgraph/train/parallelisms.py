@@ -117,6 +117,8 @@ class ExpertParallelism(Parallelism):
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         experts, parallel, graph = config.model.experts, config.parallel, config.graph
+        if config.hf.path is not None:  # its own code has the reasons, see features/live.py
+            return []
         if not experts.enabled:
             return idle_expert_options(config)
         waits = parallel.dispatcher_name == "host_splits"
@@ -163,7 +165,8 @@ class ExpertParallelism(Parallelism):
             factor=config.parallel.expert_room,
             buffers=make_buffers(models, config, next(models[0].parameters()).device, mesh),
         )
-        for model in models if config.model.experts.enabled else ():
+        shared = config.model.experts.enabled or mesh.size("ep") > 1
+        for model in models if shared else ():
             split_experts(model, mesh, by)
 
 

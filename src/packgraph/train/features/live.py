@@ -29,6 +29,7 @@ from packgraph.integrations.transformers.deferred import (
     defer_stored,
     skeleton,
 )
+from packgraph.integrations.transformers.experts import expert_split_problems, experts_of
 from packgraph.integrations.transformers.model import PackedModel, packed, precision_problems
 from packgraph.integrations.transformers.tensor import tensor_problems
 from packgraph.models.foreign import naming, read_object
@@ -61,6 +62,8 @@ class LiveShape:
     passes; None where it passes some of many experts. linear: last names of its linear layers but
     the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
     in float8. scans: classes of mixers with a state. scores: its attention has windows or the like.
+    split, share: reasons why so many ranks cannot split matrices, or share experts. experts:
+    elements of those.
     """
 
     sizes: dict[str, Any]
@@ -72,6 +75,8 @@ class LiveShape:
     scans: list[str]
     scores: bool
     split: Callable[[int], list[str]]
+    share: Callable[[int], list[str]]
+    experts: int
 
 
 def transformers_module() -> Any:
@@ -168,7 +173,9 @@ def live_shape(path: str) -> LiveShape:
     passed = None if getattr(config, "num_experts_per_tok", None) else elements - looked_up
     in_float8 = functools.partial(precision_problems, wrapped.layers)
     split = functools.partial(tensor_problems, wrapped)
-    spread = wrapped.scans, wrapped.has_score_options, split
+    share = functools.partial(expert_split_problems, model)
+    experts = sum(p.numel() for one in experts_of(model) for p in one.parameters())
+    spread = wrapped.scans, wrapped.has_score_options, split, share, experts
     facts = elements, passed, frozenset(linear), in_float8, *spread
     return LiveShape(sizes, stages, *facts)
 
@@ -210,10 +217,17 @@ def live_problems(config: TrainConfig) -> list[str]:
     ]
     if parallel.tp > 1:
         found += [f"parallel.tp = {parallel.tp}: {problem}" for problem in shape.split(parallel.tp)]
+    if parallel.ep > 1:
+        found += [f"parallel.ep = {parallel.ep}: {problem}" for problem in shape.share(parallel.ep)]
     return found + true_of(
         {
-            f"parallel.ep = {parallel.ep} cuts models of packgraph; hf:PATH knows dp, tp, pp and "
-            "cp": parallel.ep > 1,
+            f"parallel.dispatcher = {parallel.dispatcher_name} is for models of packgraph: ranks "
+            "share the experts of hf:PATH by padded": (
+                parallel.ep > 1 and parallel.dispatcher_name != "padded"
+            ),
+            "parallel.expert_stash is for models of packgraph, not for hf:PATH": bool(
+                parallel.expert_stash
+            ),
             f"parallel.cp = {parallel.cp} spreads rows over ranks, which {scans} scan in their "
             "order; use pipeline or data parallelism": parallel.cp > 1 and bool(scans),
             "parallel.sequence is for models of packgraph: with hf:PATH tensor parallel ranks have "

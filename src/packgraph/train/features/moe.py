@@ -138,6 +138,12 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
     )
 
 
+def has_shared_experts(config: TrainConfig) -> bool:
+    """Returns whether layers have room for rows of experts that may not suffice."""
+    live = config.hf.path is not None and config.parallel.ep > 1
+    return config.model.experts.enabled or live
+
+
 def make_buffers(
     chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
 ) -> SymmetricBuffers | None:
@@ -323,7 +329,7 @@ def room_of_experts(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> dict
     """rows and pages, 0 where there is no such budget; empty for a model without experts. The same
     on all ranks; collective, waits for the device.
     """
-    if not config.model.experts.enabled:
+    if not has_shared_experts(config):
         return {}
     stash = _stash(model)
     pages = (
