@@ -163,7 +163,7 @@ def test_what_a_backend_lacks_is_named(monkeypatch):
 
 def test_rows_cut_in_zigzag_have_no_options():
     batch = hand_batch([[1] * 4], 4, 1)
-    meta = attention_metadata(batch, "sdpa", context=ContextGroup(1, 0, "", "zigzag"))
+    meta = attention_metadata(batch, "sdpa", context=ContextGroup(1, 0, ""))._replace(keys=())
     q, k, v, _ = (x[:4] for x in inputs())
     with pytest.raises(ValueError, match="cut in zigzag has no window"):
         attention(q, k, v, meta, options=ScoreOptions(window=2))
