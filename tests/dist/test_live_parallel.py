@@ -17,6 +17,7 @@ from packed_families import CASES, any_decoder, batch_of, build
 
 import packgraph
 from packgraph.integrations.transformers.model import PackedPart, packed
+from packgraph.ops.attention.context import ContextGroup
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import Layout
@@ -169,6 +170,14 @@ def test_what_cannot_be_spread_is_named(stored: Any) -> None:
         config(stored("qwen3"), CONTEXT, {"data.path": "x"})
 
 
+def test_noise_is_refused_where_ranks_share_a_row() -> None:
+    live = packed(build("qwen3").train())
+    live.noise, live.context = 5.0, 2
+    live.contexts[2] = ContextGroup(2, 0, "", "ulysses")
+    with pytest.raises(ValueError, match="noise of embeddings is not there yet"):
+        live(batch_of())
+
+
 def test_memory_is_predicted_of_a_part(stored: Any) -> None:
     path = stored("qwen3")
     whole = need_of(config(path, Layout(dp=1), {}), "cpu")
@@ -190,7 +199,7 @@ def test_a_stage_that_passes_on_another_dtype_is_refused(stored: Any) -> None:
 
 def test_layers_that_exchange_are_not_recomputed(stored: Any) -> None:
     asked = {"run.recompute": "full"}
-    for layout in (TENSOR, CONTEXT):
+    for layout in (TENSOR, CONTEXT, EXPERTS):
         problems = problems_of_recompute(config(stored("qwen3"), layout, asked))
         assert "would exchange once more" in problems[0]
     assert not problems_of_recompute(config(stored("qwen3"), PIPELINE, asked))

@@ -24,7 +24,7 @@ from packgraph.models.branches import BRANCHES
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.rows import SharedRows
-from packgraph.moe.dispatch.dispatcher import LocalDispatcher
+from packgraph.moe.dispatch.dispatcher import Dispatching, LocalDispatcher
 
 NONE = "none"
 KINDS = (NONE, SELECTIVE, FULL)
@@ -122,6 +122,12 @@ def _exchanges(module: nn.Module) -> bool:
     )
 
 
+def _shares_experts(module: nn.Module) -> bool:
+    """Returns whether experts of a transformers model are on several ranks."""
+    parts = (part for part in module.modules() if type(part) is Dispatching)
+    return any(not isinstance(part.dispatcher, LocalDispatcher) for part in parts)
+
+
 OTHERS = "name the other stages, such as attn or attn,mlp"
 STASHED = (
     f"moe stages cannot be recomputed where experts keep their rows in a stash: {OTHERS}, or train "
@@ -160,7 +166,7 @@ def _checkpoint_live(module: nn.Module, what: What) -> None:
     if what == NONE:
         getattr(model, f"{name}_disable")()
     elif what == FULL:
-        if _exchanges(module):
+        if _exchanges(module) or _shares_experts(module):
             raise ValueError(EXCHANGES)
         asked = bool(getattr(model, "_require_grads_hooks", ()))
         getattr(model, f"{name}_enable")({"use_reentrant": False})

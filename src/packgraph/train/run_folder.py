@@ -332,6 +332,7 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
         changed[DECAY] = (before, after)
     free = {*FREE_ON_RESUME, *(name for name in CHANGED_WHEN_ASKED if name in asked)}
     free |= {f"parallel.{axis.name}" for axis in config.parallel.layout().axes}
+    free.add("parallel.cp_kind")  # of a layout, too, but ranks of one run must have the same
     if config.optimizer.decay_steps is None and stored.optimizer.decay_steps is None:
         free.add(DECAY)
     problems = [

@@ -337,10 +337,10 @@ def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"dp": 4, "ep": 4}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"cp": 2}],
+    [{"cp_kind": "ulysses"}, {"dp": 4, "ep": 4}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"cp": 2}],
     ids=lambda sizes: " ".join(sizes),
 )
-def test_a_run_may_go_on_at_another_layout(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_a_run_may_go_on_at_another_layout(tmp_path: Path, sizes: dict[str, object]) -> None:
     config = config_at(tmp_path, name="mine")
     write_json(
         tmp_path / CONFIG, to_dict(dataclasses.replace(config, parallel=ParallelConfig(dp=2, ep=2)))

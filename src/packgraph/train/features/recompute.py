@@ -55,8 +55,9 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     what, graph, parallel = config.run.recompute, config.graph, config.parallel
     exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
     if config.hf.path is not None:
-        problem = EXCHANGES if exchanges and what == FULL else LIVE_LAYERS
-        allowed = what == NONE or (what == FULL and not exchanges)
+        shared = exchanges or parallel.ep > 1
+        problem = EXCHANGES if shared and what == FULL else LIVE_LAYERS
+        allowed = what == NONE or (what == FULL and not shared)
         return [] if allowed else [f"run.recompute = {what}: {problem}"]
     found = recompute_problems(
         recompute_at_first(config), [s.name for s in named_stages(config.model)]
