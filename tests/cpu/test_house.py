@@ -509,7 +509,7 @@ STATEMENTS = {
     "parallel": 3370,
     "models": 1823,
     "viz": 337,
-    "integrations": 1475,
+    "integrations": 1474,
     "train": 8993,
     "verification": 833,
     "bench": 476,

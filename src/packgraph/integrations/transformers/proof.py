@@ -101,24 +101,29 @@ def prove_split(
         twin = _twin(causal)
         documents = _documents(twin)
         batch = PackedBatch.build([one.cpu() for one in documents], ROW).to(documents[0].device)
-        other = pack(copy.deepcopy(twin))
-        whole = pack(twin)
-        split(other)
-        losses = [model(batch) for model in (other, whole)]
-        for loss in losses:
-            loss.backward()
-        pairs = zip(other.named_parameters(), whole.named_parameters(), strict=True)
-        found = {"the loss": _apart(*losses)}
-        gradients = [(name, _taken(mine), _taken(theirs)) for (name, mine), (_, theirs) in pairs]
-        largest = max(float(theirs.abs().max()) for _, _, theirs in gradients) / 1000
-        for name, mine, theirs in gradients:
-            found[f"the gradient of {name}"] = _apart(mine, theirs, largest)
+        made = pack(twin)
+        whole = _on_host(made, batch)
+        split(made)  # in place: there is room for one twin
+        parts = _on_host(made, batch)
+        gradients = list(whole.values())[1:]
+        largest = max(float(value.abs().max()) for value in gradients) / 1000
+        found = {name: _apart(parts[name], value, largest) for name, value in whole.items()}
         differing = [f"{what}: {told}" for what, told in found.items() if told]
         everywhere = torch.tensor([len(differing)])
         dist.all_reduce(everywhere, group=group)
     if everywhere.item():
         told = differing[0] if differing else "on another rank"
         raise ValueError(f"a twin of {type(causal).__name__} split over ranks differs in {told}")
+
+
+def _on_host(made: nn.Module, batch: PackedBatch) -> dict[str, Tensor]:
+    """The loss of a packed twin and the gradients of its parameters, whole, on the host."""
+    loss = made(batch)
+    loss.backward()
+    gradients = {name: _taken(value).cpu() for name, value in made.named_parameters()}
+    return {"the loss": loss.detach().cpu()} | {
+        f"the gradient of {name}": value for name, value in gradients.items()
+    }
 
 
 def _device_of(causal: Any) -> torch.device:
@@ -280,9 +285,8 @@ def _begins_at_random(twin: Any, document: Tensor) -> bool:
 def _taken(parameter: nn.Parameter) -> Tensor:
     """The gradient of a parameter, which has none afterwards."""
     found, parameter.grad = parameter.grad, None
-    if isinstance(found, DTensor):
-        return found.full_tensor()
-    return torch.zeros_like(parameter) if found is None else found
+    taken = torch.zeros_like(parameter) if found is None else found
+    return taken.full_tensor() if isinstance(taken, DTensor) else taken
 
 
 def _apart(mine: Tensor, theirs: Tensor, least: float = 1e-6) -> str | None:
