@@ -12,6 +12,7 @@ CORE = (
     "test_data.py::test_graphs_equal_eager_on_every_replica[chunk]",
     "test_evaluation_ranks.py::test_every_layout_evaluates_alike_and_trains_on[pp]",
     "test_float8_ranks.py::test_products_and_all_gradients_are_those_of_cut_matrices[False-True-fp8]",
+    "test_gpu_programs.py::test_graphs_of_two_ranks_are_eager[training_ranks --model tiny ",
     "test_live_parallel.py::test_an_attention_with_windows",
     "test_live_parallel.py::test_graphs_equal_eager_and_layouts_equal_one_process[qwen3-changes0",
     "test_live_parallel.py::test_stages_one_after_the_other",

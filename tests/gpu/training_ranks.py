@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from trainkit import RandomPacks
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.names import NATIVE, PRECISIONS
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import PackReport, pack
+from packgraph.packing.pack import pack
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.config.sections import (
@@ -40,7 +41,6 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.data.source import BadDocuments
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.progress import ProgressView
@@ -78,23 +78,12 @@ CAPACITIES = {
 }
 
 
-class Packs:
+class Packs(RandomPacks):
     """Endless packs of lognormal documents; pack number n depends on n alone."""
 
     def __init__(self, vocabulary, capacities):
-        self.vocabulary, self.capacities, self.position = vocabulary, list(capacities), 0
-        self.report, self.empty_documents, self.unlabelled_documents = PackReport(), 0, 0
-        self.bad = BadDocuments()
-
-    def __iter__(self):
-        return self
-
-    @property
-    def planned(self):
-        return self
-
-    def close(self):
-        """Nothing to end."""
+        super().__init__()
+        self.vocabulary, self.capacities = vocabulary, list(capacities)
 
     def __next__(self):
         draw = random.Random(self.position)
@@ -106,12 +95,6 @@ class Packs:
         return pack(
             [[draw.randrange(self.vocabulary) for _ in range(n)] for n in lengths], self.capacities
         )[0]
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 def digest(tensor):

@@ -20,6 +20,7 @@ import copy
 import itertools
 import math
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,7 +266,12 @@ def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
 def room_for_code() -> Iterator[None]:
     """Several ways compile the same functions: within the block torch keeps as much code as that
     takes, and code that is compiled too often raises RuntimeError instead of running eagerly."""
-    with dynamo_config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+    with (
+        dynamo_config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True),
+        warnings.catch_warnings(),
+    ):
+        # Cached functions of batches and models are pure.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         yield
 
 

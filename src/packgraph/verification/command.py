@@ -34,6 +34,7 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.train.progress import phases_of_command
+from packgraph.train.run_folder import model_name
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS
 from packgraph.verification.matrix import default_matrix, random_packs, ranks_matrix
 from packgraph.verification.module import Verification, verify
@@ -112,7 +113,7 @@ def verify_command(
         phases_of_command(quiet=launch.rank != 0) as progress,
     ):
         if config is not None:
-            made, title = config, config.preset + (f", {mesh.layout}" if several else "")
+            made, title = config, model_name(config) + (f", {mesh.layout}" if several else "")
             found: Iterable[RanksReport] = [
                 verify_ranks(
                     title,

@@ -1,5 +1,6 @@
 """`packgraph.try_module` and `packgraph try`: is it faster for me?"""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ def test_packed_batches_are_counted_in_tokens_and_unused_parameters_are_left_out
     packs = packgraph.pack([[1, 2, 3], [4, 5]], [packgraph.Capacity(8, 4)])
     found = packgraph.try_module(Counts(), packs, compile="aot_eager")
     assert found.unit == "tokens" and found.rows[BOTH]["agrees"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_few_bits_may_differ_by_more(dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Gradients of an embedding whose rows occur often are sums in bfloat16 in eager."""
+    measured = trial._Ways.check
+
+    def rounded(ways: Any, way: Any) -> Any:
+        found = measured(ways, way)
+        return replace(found, loss=found.loss * (1.0 if way.name == EAGER else 1.001))
+
+    monkeypatch.setattr(trial._Ways, "check", rounded)
+    model = nn.Linear(4, 1, dtype=dtype)
+    inputs = [torch.ones(2, 4, dtype=dtype)]
+    found = packgraph.try_module(model, inputs, compile="aot_eager")
+    assert found.rows[GRAPH]["agrees"] == (dtype == torch.bfloat16)
 
 
 def test_what_runs_eagerly_is_told_with_its_reason() -> None:

@@ -45,7 +45,8 @@ BY_OUTPUTS, BY_INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwi
 
 
 def tensor_plan(causal: Any) -> dict[str, str]:
-    """The word of the plan for each module of a model that it names, experts left out.
+    """The word of the plan for each module of a model that it names, but for experts, and for
+    embedding and head, which `parallelize` splits without a plan.
 
     Args:
         causal: A PreTrainedModel with a language-model head.
@@ -58,12 +59,13 @@ def tensor_plan(causal: Any) -> dict[str, str]:
         (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), word)
         for pattern, word in plan.items()
     ]
-    experts = {id(inner) for module in experts_of(causal) for inner in module.modules()}
+    left = {id(inner) for module in experts_of(causal) for inner in module.modules()}
+    left |= {id(causal.get_input_embeddings()), id(causal.get_output_embeddings())}
     prefix, found = f"{causal.base_model_prefix}.", dict[str, str]()
     for name, module in causal.named_modules():
         inner = name.removeprefix(prefix)
         word = next((word for place, word in places if place.fullmatch(inner)), None)
-        if word is not None and id(module) not in experts:
+        if word is not None and id(module) not in left:
             found[name] = word
     return found
 
