@@ -54,7 +54,7 @@ from packgraph.train.config.planning import (
     data_layers,
     is_data_plan,
 )
-from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
+from packgraph.train.config.presets import LIVE, PRESETS, data_layer, of_path, preset
 from packgraph.train.config.reading import (
     CommandArguments,
     ConfigError,
@@ -204,21 +204,20 @@ def read_verify(words: list[str]) -> int | Call:
     """Compares eager training with graphs, of a preset, of the small models or of a config.json."""
     read = _read("verify", words, VerifyArguments())
     own = read.own
-    asked = _configure(read, own.preset)
+    asked = _configure(read, own.preset if own.hf_config is None else LIVE)
     if own.help:
         return _help(VERIFY_USAGE, VerifyArguments())
+    problems = []
     if own.hf_config is None:
-        problems = [] if own.layers is None else ["--layers is an option of --hf-config"]
-        if problems := problems + ([] if asked is None else missing_files(asked.read()[0])):
-            raise ConfigError(problems)
-        return Call("packgraph.verification.command:run_verify", (asked, own))
-    problems = ["--hf-config and a preset exclude each other"] if asked is not None else []
-    problems += ["--apart is for presets, not for --hf-config"] if own.apart else []
-    for name, count in (("--steps", own.steps), ("--layers", own.layers)):
-        problems += [f"{name} must be at least 1"] if count is not None and count < 1 else []
+        problems += ["--layers is an option of --hf-config"] if own.layers is not None else []
+        problems += missing_files(asked.read()[0]) if asked is not None else []
+    elif own.preset is not None:
+        problems += ["--hf-config and a preset exclude each other"]
+    if own.layers is not None and own.layers < 1:
+        problems += ["--layers must be at least 1"]
     if problems:
         raise ConfigError(problems)
-    return Call("packgraph.verification.command:run_verify_hf", (own,))
+    return Call("packgraph.verification.command:run_verify", (asked, own))
 
 
 def _plan_data(words: list[str]) -> int | Call:

@@ -509,13 +509,13 @@ STATEMENTS = {
     "parallel": 3370,
     "models": 1823,
     "viz": 337,
-    "integrations": 1474,
+    "integrations": 1475,
     "train": 8993,
-    "verification": 833,
-    "bench": 476,
-    "commands": 219,
+    "verification": 835,
+    "bench": 481,
+    "commands": 218,
     "cli": 121,
-    "tests": 48122,
+    "tests": 48151,
     "benchmarks": 5238,
 }
 SLACK = 40  # statements that a budget may lie above what there is

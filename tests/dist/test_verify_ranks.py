@@ -3,6 +3,7 @@ they are not."""
 
 import dataclasses
 import io
+import json
 import math
 import os
 import subprocess
@@ -448,6 +449,19 @@ def torchrun(*words):
         env=environment,
         check=False,
     )
+
+
+def test_the_model_of_anybodys_config_is_compared_at_a_layout(tmp_path):
+    pytest.importorskip("transformers", reason="the model is of this library")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3", "tie_word_embeddings": True} | sizes))
+    words = ["--hf-config", str(file), "--layers", "2", "--parallel.tp", "2", "--steps", "4"]
+    done = torchrun("verify", *words)
+    assert done.returncode == 0, done.stderr
+    assert "qwen3, tp 2" in done.stdout and "against one process" in done.stdout
+    assert "1 of 1 runs bitwise equal on every rank and" in done.stdout
 
 
 # ---- one run in memory at a time: the verdict of the lockstep, on every rank

@@ -7,13 +7,12 @@ for a run that is alone or differs; how far it is to stderr. The invariant: ever
 the same verdict.
 """
 
-import functools
-import importlib
-import importlib.util
-import itertools
+import json
+import re
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,26 +21,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from packgraph.models.foreign import naming, read_object
-from packgraph.packing.capacity import Capacity
+from packgraph.models.foreign import read_object
+from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.ranks import Launch, processes
 from packgraph.train.build import with_shape
 from packgraph.train.config.commands import VerifyArguments
-from packgraph.train.config.reading import ConfigError, one_problem, render
+from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, render
 from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.train.progress import phases_of_command
+from packgraph.train.run_files import CONFIG
 from packgraph.train.run_folder import model_name
+from packgraph.train.validate import validate
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS
 from packgraph.verification.matrix import default_matrix, random_packs, ranks_matrix
-from packgraph.verification.module import Verification, verify
 from packgraph.verification.ranks import OneProcessReport, RanksReport, verify_ranks
 
 PRESET_STEPS, MATRIX_STEPS, HF_STEPS = 50, 30, 6
-HF_TOKENS = 256  # of a microbatch
+HF_TOKENS, HF_CAPACITY = 256, "256x16"  # of a step, and of a microbatch
 FEWEST_STEPS = 3  # without a preset: of which two are warm-up
 EQUAL = "bitwise equal"
 LIMITS_EXPLAINED = (
@@ -54,29 +53,24 @@ LIMITS_EXPLAINED = (
 def run_verify(asked: RunRequest | None, own: VerifyArguments) -> int:
     """Run `packgraph verify`; returns the exit code. Raises as `verify_command` does."""
     config, launch = None, Launch.read()
-    if asked is not None:
-        device = choose_device(asked.read()[0].run.device, launch)
-        config, notes = with_shape(asked, device.type)
-        for note in notes if launch.rank == 0 else ():
-            print(f"note: {note}", file=sys.stderr, flush=True)
-    good = verify_command(
-        config,
-        own.steps,
-        one_process=not own.skip_one_process,
-        apart=own.apart,
-        verbose=own.verbose,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        if asked is not None:
+            device = choose_device(asked.read()[0].run.device, launch)
+            if own.hf_config is not None:
+                drawn = hf_config_layer(own.hf_config, own.layers, Path(folder), device.type)
+                asked = replace(asked, layers=(drawn, *asked.layers))
+            config, notes = with_shape(asked, device.type)
+            for note in notes if launch.rank == 0 else ():
+                print(f"note: {note}", file=sys.stderr, flush=True)
+        good = verify_command(
+            config,
+            HF_STEPS if own.steps is None and own.hf_config is not None else own.steps,
+            one_process=not own.skip_one_process,
+            apart=own.apart,
+            drawn=own.hf_config is not None,
+            verbose=own.verbose,
+        )
     return 0 if good else 1
-
-
-def run_verify_hf(own: VerifyArguments) -> int:
-    """Run `packgraph verify --hf-config`; returns the exit code. Raises ConfigError."""
-    assert own.hf_config is not None
-    found = verify_hf_config(
-        own.hf_config, choose_device("auto"), steps=own.steps, layers=own.layers
-    )
-    print(found)
-    return int(not found)
 
 
 def verify_command(
@@ -85,6 +79,7 @@ def verify_command(
     *,
     one_process: bool,
     apart: bool,
+    drawn: bool = False,
     verbose: bool = False,
 ) -> bool:
     """Verify `config`, or a small model in many ways when it is None; print what was found. True if
@@ -92,7 +87,8 @@ def verify_command(
 
     steps: of the run (default 50), or of each run of the small model (default 30). one_process:
     over several processes, also compare with one. apart: hold one of the runs that are compared at
-    a time, not both. verbose: print a table for every run. Raises ConfigError, DataError.
+    a time, not both. drawn: of random documents, not those of `config.data`. verbose: print a table
+    for every run. Raises ConfigError, DataError.
     """
     launch = Launch.read()
     problems = verify_problems(config, steps, launch.world, one_process=one_process, apart=apart)
@@ -104,8 +100,11 @@ def verify_command(
     if config is not None:
         config = replace(config, run=replace(config.run, steps=steps or PRESET_STEPS))
         # Finds all that is wrong before the processes wait for each other.
-        prepared = prepare(config, device, launch.world).config
-        config = prepared if config.graph.capacities == "auto" else config
+        if not drawn:
+            prepared = prepare(config, device, launch.world).config
+            config = prepared if config.graph.capacities == "auto" else config
+        elif problems := drawn_problems(config, device, launch.world):
+            raise ConfigError(problems)
         layout = config.parallel.layout()
     console = Console(quiet=launch.rank != 0)
     with (
@@ -118,7 +117,7 @@ def verify_command(
                 verify_ranks(
                     title,
                     made,
-                    lambda: iter(prepare(made, device, launch.world).microbatches),
+                    lambda: open_packs(made, device, launch.world, drawn),
                     device,
                     mesh,
                     one_process=one_process and several,
@@ -157,6 +156,25 @@ def summary_of(reports: Sequence[RanksReport]) -> Table:
         replayed = sum(rank.replayed for rank in report.ranks)
         table.add_row(report.title, verdict, str(report.ranks[0].steps), str(replayed))
     return table
+
+
+def open_packs(
+    config: TrainConfig, device: torch.device, world: int, drawn: bool
+) -> Iterator[PackedBatch]:
+    """The packs of a run from its beginning, drawn at random or made of its data."""
+    if drawn:
+        return random_packs(0, config.graph.captured_capacities(), config.model.vocab_size)
+    return iter(prepare(config, device, world).microbatches)
+
+
+def drawn_problems(config: TrainConfig, device: torch.device, world: int) -> list[str]:
+    """Lists why a run cannot be compared on random documents, in place of `prepare`."""
+    if config.parallel.dynamic_cp or config.graph.capacities == "auto":
+        return [
+            "parallel.dynamic_cp and graph.capacities = auto go by the lengths of documents, which "
+            "--hf-config draws: name hf:FOLDER and a file of documents instead"
+        ]
+    return validate(config, device.type, world=world)
 
 
 def verify_problems(
@@ -265,48 +283,32 @@ def print_total(reports: Sequence[RanksReport], console: Console) -> None:
     console.print(f"{good} of {len(reports)} runs bitwise equal{where}{alone}", highlight=False)
 
 
-def verify_hf_config(
-    file: str | Path,
-    device: torch.device,
-    *,
-    steps: int | None = None,
-    layers: int | None = None,
-    tokens: int = HF_TOKENS,
-    seed: int = 0,
-) -> Verification:
-    """Trains a model of transformers with random weights eagerly and through graphs, and compares
-    every bit.
+def hf_config_layer(file: Path, layers: int | None, folder: Path, device: str) -> ConfigLayer:
+    """A model of transformers with random weights as values of a run.
 
     Args:
-        file: A config.json of a model with a language-model head.
-        device: bfloat16 on CUDA, float32 on a CPU.
-        steps: Optimizer steps, 6 by default.
-        layers: Another number of layers, for configs of models that do not fit.
-        tokens: Tokens of a microbatch.
-        seed: Of weights and documents.
-
-    Returns:
-        What was compared; false at the first difference.
+        file: A config.json, or the folder that it lies in.
+        layers: Another number of layers, for models that do not fit.
+        folder: Gets what is read, where the run cannot begin from FOLDER/config.json itself.
+        device: `cuda`, where it is in bfloat16, or `cpu`, where it is in float32.
 
     Raises:
-        ConfigError: The file or the model cannot be used, with the reason.
+        ConfigError: It cannot be read, is no JSON object, or names no `model_type`.
     """
-    if not importlib.util.find_spec("transformers"):
-        raise ConfigError(["--hf-config needs transformers: pip install transformers"])
-    content = read_hf_config(Path(file), layers)
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    what = "transformers cannot make a model of it"
-    with naming(file, what, one_problem, CORRECT), torch.device(device):
-        config = transformers.AutoConfig.for_model(**content)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    module = packed_or_refused(model.train(), str(file))
-    capacity = Capacity(tokens, max(2, tokens // 16))
-    packs = random_packs(seed, [capacity], config.vocab_size)
-    batches = [batch.to(device) for batch in itertools.islice(packs, steps or HF_STEPS)]
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
-    return verify(module, batches, optimizer=optimizer, capacities=[capacity], warmup=1)
+    file = file / CONFIG if file.is_dir() else file
+    content = read_hf_config(file, layers)
+    if layers is not None or file.name != CONFIG:
+        file = folder / re.sub(r"\W", "_", content["model_type"]) / CONFIG
+        file.parent.mkdir()
+        file.write_text(json.dumps(content), encoding="utf-8")
+    values: dict[str, dict[str, Any]] = {
+        "hf": {"path": str(file.parent), "random": True},
+        "data": {"tokenizer": "bytes"},
+        "graph": {"capacities": HF_CAPACITY},
+        "run": {"tokens_per_step": HF_TOKENS},
+    }
+    values["run"] |= {"dtype": "float32"} if device == "cpu" else {}
+    return ConfigLayer("--hf-config", values)
 
 
 def read_hf_config(file: Path, layers: int | None = None) -> dict[str, Any]:
@@ -315,7 +317,6 @@ def read_hf_config(file: Path, layers: int | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: It cannot be read, is no JSON object, or names no `model_type`.
     """
-    file = file / "config.json" if file.is_dir() else file
     content = read_object(file, one_problem)
     if not isinstance(content.get("model_type"), str):
         raise ConfigError([f"{file} is no config.json of transformers: it names no model_type"])

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from packgraph import cli
-from packgraph.train.config.reading import ConfigError
-from packgraph.verification.command import read_hf_config, verify_hf_config
+from packgraph.verification.command import read_hf_config
 
-CPU = torch.device("cpu")
 CONFIG = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -29,11 +26,12 @@ def written(folder, content):
     return file
 
 
-def test_a_config_is_verified_bit_by_bit(tmp_path):
-    found = verify_hf_config(written(tmp_path, CONFIG), CPU, layers=2, tokens=64)
-    assert found, str(found)
-    assert found.steps == 6 and found.replayed == 5 and dict(found.fallbacks) == {"warm-up": 1}
-    assert read_hf_config(tmp_path)["num_hidden_layers"] == 8
+def test_a_config_is_verified_bit_by_bit(tmp_path, capsys):
+    file = written(tmp_path, CONFIG)
+    assert cli.main(["verify", "--hf-config", str(file), "--layers", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "6 steps" in printed and "9 / 5 warm-up" in printed and "qwen3" in printed
+    assert read_hf_config(file)["num_hidden_layers"] == 8
 
 
 @pytest.mark.parametrize(
@@ -43,29 +41,27 @@ def test_a_config_is_verified_bit_by_bit(tmp_path):
         ("[]", "holds a list, not a JSON object"),
         ({"model_type": 3}, "names no model_type"),
         ({"model_type": "no-such-model"}, "no-such-model"),
-        (CONFIG | {"model_type": "bert"}, "config.json"),
+        (CONFIG | {"model_type": "bert"}, "bert: BertLMHeadModel cannot be packed"),
         (CONFIG | {"hidden_size": "x"}, "config.json"),
         (CONFIG | {"num_attention_heads": 0}, "config.json"),
         ("[" * 100_000, "not valid JSON"),
     ],
 )
-def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match):
-    with pytest.raises(ConfigError, match=match):
-        verify_hf_config(written(tmp_path, content), CPU, layers=1, tokens=64)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        verify_hf_config(tmp_path / "none.json", CPU)
+def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match, capsys):
+    file = str(written(tmp_path, content))
+    assert cli.main(["verify", "--hf-config", file, "--layers", "1"]) == 2
+    assert match in capsys.readouterr().err
 
 
 def test_the_command_verifies_a_config_and_says_what_does_not_go_together(tmp_path, capsys):
     file = str(written(tmp_path, CONFIG))
-    assert cli.main(["verify", "--hf-config", file, "--layers", "1", "--steps", "4"]) == 0
-    assert "equal bit by bit" in capsys.readouterr().out
+    words = ["--layers", "1", "--steps", "4", "--graph.capacities", "64x8"]
+    assert cli.main(["verify", "--hf-config", file, *words]) == 0
+    assert "64x8" in capsys.readouterr().out
     for words, said in (
         (["verify", "qwen3-tiny", "--hf-config", file], "exclude each other"),
         (["verify", "--layers", "2"], "an option of --hf-config"),
+        (["verify", "--hf-config", file, "--graph.capacities", "auto"], "draws: name hf:FOLDER"),
         (["verify", "--hf-config", file, "--layers", "0"], "--layers must be at least 1"),
         (["verify", "--hf-config", str(tmp_path / "none.json")], "cannot be read"),
     ):

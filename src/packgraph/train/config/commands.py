@@ -50,7 +50,7 @@ Without --data.path the documents are the source of Python's library. Further op
 
 VERIFY_USAGE = """\
 usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
-       packgraph verify --hf-config FILE [--layers N] [--steps N]
+       packgraph verify --hf-config FILE [--layers N] [--steps N] [--section.option VALUE ...]
        torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] ...
 
 Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters, buffers
@@ -65,7 +65,7 @@ weights and optimizer state must be equal within rounding, whose limits are prin
 0 holds the whole model once more.
 
 With --hf-config the model of any config.json of transformers is compared, with random weights and
-documents, packed as packgraph.integrations.transformers.packed does.
+documents, as a run of hf:FOLDER, under torchrun at any layout (--parallel.tp 2).
 
 Results go to stdout: without PRESET one table of all runs, and a table of its own for a run that
 differs (with --verbose for each), with how many rows of which size were compared. Progress goes to
