@@ -516,7 +516,7 @@ STATEMENTS = {
     "commands": 218,
     "cli": 121,
     "tests": 48151,
-    "benchmarks": 5238,
+    "benchmarks": 5306,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 
