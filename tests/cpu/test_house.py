@@ -510,12 +510,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1475,
-    "train": 8993,
+    "train": 9006,
     "verification": 835,
     "bench": 481,
     "commands": 218,
     "cli": 121,
-    "tests": 48151,
+    "tests": 48166,
     "benchmarks": 5306,
 }
 SLACK = 40  # statements that a budget may lie above what there is

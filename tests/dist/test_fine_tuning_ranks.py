@@ -22,15 +22,25 @@ def losses(run: Path) -> list[float]:
 
 
 SHARD = ("--parallel.shard", "parameters")
+PIPELINE = ("--parallel.pp", "2")
 
 
 @pytest.mark.parametrize(
-    "given", [("--lora.rank", "4"), SHARD, ("--lora.rank", "1", *SHARD)], ids=" ".join
+    ("given", "spread"),
+    [
+        (("--lora.rank", "4"), ()),
+        (SHARD, ()),
+        (("--lora.rank", "1", *SHARD), ()),
+        (("--lora.rank", "4"), PIPELINE),
+    ],
+    ids=" ".join,
 )
-def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_train_as_one_process_does(
+    given: tuple[str, ...], spread: tuple[str, ...], tmp_path: Path
+) -> None:
     model = tiny_model(tmp_path / "model")
     alone = train(tmp_path / "one", model, *given)
-    options = words(tmp_path / "two", model, *given, "--graph.strict", steps=4)
+    options = words(tmp_path / "two", model, *given, *spread, "--graph.strict", steps=4)
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "OMP_NUM_THREADS": "1",
@@ -40,7 +50,8 @@ def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Pa
         [*launcher, "--nproc-per-node", "2", "-m", "packgraph.cli", *options],
         capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
-    assert found.returncode == 0 and "dp 2" in found.stderr, found.stderr
+    assert found.returncode == 0, found.stderr
+    assert ("pp 2" if spread else "dp 2") in found.stderr
     both = tmp_path / "two" / "runs" / "mine"
     assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
     train(tmp_path / "two", model, *given, "--resume")

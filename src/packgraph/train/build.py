@@ -71,7 +71,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
     parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
-    if config.lora.enabled:
+    if config.lora.enabled and mesh.size("pp") == 1:
         return _spread([build_model(config, device)], config, mesh)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
@@ -99,10 +99,12 @@ def _live_chunks(
     """The chunks of a model of transformers. Each is made of the whole, without memory where its
     weights can be read one by one."""
     parts = mesh.size("pp") * config.parallel.chunks
-    is_cut = parts * mesh.size("tp") * mesh.size("ep") > 1
+    is_cut = parts * mesh.size("tp") * mesh.size("ep") > 1 and not config.lora.enabled
     cut, models = stage_layers(config.model, parts, stage_tokens(config)), list[nn.Module]()
     for stage in stages:
         model = build_live(config, device, _reads_weights(config), deferred or is_cut)
+        if config.lora.enabled:
+            add_adapters(model, config)
         if mesh.size("tp") > 1 and not models:
             prove_split_live(model, mesh["tp"])
         models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())

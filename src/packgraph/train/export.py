@@ -53,7 +53,7 @@ from packgraph.train.data.source import Message
 from packgraph.train.features.live import transformers_module
 from packgraph.train.features.lora import (
     ADAPTER,
-    base_fingerprint,
+    base_fingerprints,
     check_base,
     merge_adapters,
     needs_merged,
@@ -186,7 +186,7 @@ def load_trained(
     model = build_model(alone, torch.device("cpu"))
     chunks = ModelChunks([model], adapters_only=config.lora.enabled)
     if config.lora.enabled:
-        check_base(checkpoint, state, base_fingerprint(chunks))
+        check_base(checkpoint, state, base_fingerprints(chunks))
     tensors = {f"model.{name}": value for name, value in chunks.stored().items()}
     load_tensors(checkpoint, tensors, optional=("optimizer.", "random."))
     return model, checkpoint

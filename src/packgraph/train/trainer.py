@@ -56,7 +56,7 @@ from packgraph.train.features.context import (
     time_row,
     undisturbed,
 )
-from packgraph.train.features.lora import BASE, base_fingerprint, check_base
+from packgraph.train.features.lora import BASE, base_fingerprints, check_base
 from packgraph.train.features.moe import MOST_ATTEMPTS, restore_room, room_of_experts
 from packgraph.train.feed import PATIENCE, MicrobatchAssignment, NoDataError, StepFeed
 from packgraph.train.metrics import (
@@ -150,7 +150,10 @@ class Trainer:
         self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
-        self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
+        self._bases: tuple[str, ...] = ()
+        if config.lora.enabled:
+            resumed = bool(config.run.resume)
+            self._bases = base_fingerprints(self.model, self.mesh, resumed=resumed)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self._sums, self._tells_sums = config.gradient_dtype(self.mesh.world), True
         self.executor = make_executor(self.model, config, device, self.mesh)
@@ -224,7 +227,7 @@ class Trainer:
         """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes
         for people."""
         told, tensors = [], self.tensors()
-        check_base(path, state, self._base)
+        check_base(path, state, self._bases)
         streams = all_streams(self.mesh, sequence=self._splits_rows)
         goes_on = state.get("random_streams", ["random"]) == streams
         random = self._random_states()
@@ -627,7 +630,7 @@ class Trainer:
             "experts": room_of_experts(self.model, self.config, self.mesh),
             "gradients": self._sums,
             "config": self._stored_config(),
-            BASE: self._base,
+            BASE: next(iter(self._bases), None),
             "spikes": self.spikes.state(),
             "evaluation": self.evaluation.state(),
         }

@@ -18,10 +18,12 @@ from tuningkit import VOCAB, logits, tiny_model, train, words
 from packgraph import cli
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.parallel.mesh import single_process
+from packgraph.train import trainer
 from packgraph.train.build import build_chunks
 from packgraph.train.checkpoint.reader import tensor_entries
-from packgraph.train.checkpoint.writer import latest_checkpoint, load_tensors
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, load_tensors
 from packgraph.train.export import config_of
+from packgraph.train.features.lora import BASE, base_fingerprints
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 
@@ -153,6 +155,22 @@ def test_adapters_do_not_go_on_over_another_base(
     assert "were trained on other weights" in capsys.readouterr().err
     resume = ["train", "--config", config, "--resume", "--run.steps", "6"]
     assert cli.main([*resume, "--hf.path", str(model)]) == 0, "the base is where it is said to be"
+
+
+def test_adapters_go_on_from_what_versions_without_stages_stored(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def earlier(chunks: Any, *rest: Any, **more: Any) -> tuple[str, ...]:
+        return base_fingerprints(chunks)[1:]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "base_fingerprints", earlier)
+        run = train(tmp_path, model, *LORA, steps=4)
+    config = str(run / "config.json")
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert cli.main(["train", "--config", config, "--resume", "--run.steps", "6"]) == 0
+    stored = {load_state(path)[1][BASE] for path in (run / "checkpoints").glob("step-*")}
+    assert len(stored) == 2, "the earlier one, and the one of now"
 
 
 def test_adapters_of_a_model_of_packgraph(tmp_path: Path) -> None:

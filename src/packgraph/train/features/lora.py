@@ -11,7 +11,8 @@ The invariant: a run goes on with the very base that its adapters were trained o
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def lora_problems(config: TrainConfig) -> list[str]:
         {
             "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
             is None,
-            f"lora.rank with parallel.tp = {parallel.tp}, pp = {parallel.pp}, ep = {parallel.ep} "
-            "is not there yet: adapters run on replicas (parallel.dp) and contexts (parallel.cp)": (
-                max(parallel.tp, parallel.pp, parallel.ep) > 1
-            ),
+            f"lora.rank with parallel.tp = {parallel.tp}, ep = {parallel.ep} is not there yet: "
+            "adapters run on replicas (parallel.dp), contexts (parallel.cp) and, with hf:PATH, in "
+            "pipelines (parallel.pp)": max(parallel.tp, parallel.ep) > 1,
+            f"lora.rank with parallel.pp = {parallel.pp} is for hf:PATH": not live
+            and parallel.pp > 1,
             "lora.rank is for models of attention and dense feed-forward layers, or "
             "hf:PATH": not live
             and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
@@ -94,32 +96,56 @@ def _options(config: TrainConfig) -> Any:
     )
 
 
-def base_fingerprint(model: ModelChunks, mesh: Mesh | None = None) -> str:
-    """SHA-256 of all that is not trained: names, shapes, types and values. Collective.
+def base_fingerprints(
+    model: ModelChunks, mesh: Mesh | None = None, *, resumed: bool = True
+) -> tuple[str, ...]:
+    """SHA-256 of all that is not trained: names, shapes, types and values, of all stages of a
+    pipeline together. Collective.
 
-    Raises WeightsError on all ranks of `mesh` if theirs differ: nothing would make replicas equal.
+    Args:
+        model: Before its layers are sharded.
+        mesh: Of the ranks that hold it; None = this process alone.
+        resumed: Whether it may be compared with what a checkpoint has.
+
+    Returns:
+        What a checkpoint stores, and where `resumed` what earlier versions stored, which knew no
+        stages.
+
+    Raises:
+        WeightsError: On all ranks of `mesh` if theirs differ: nothing would make replicas equal.
     """
-    digest = hashlib.sha256()
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    for name, tensor in sorted(model.state_dict().items()):
-        if name not in trained:
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            flat = tensor.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    found = digest.hexdigest()
-    every = from_all(mesh or single_process(), found)
-    if differing := [rank for rank, other in enumerate(every) if other != every[0]]:
+    frozen = _frozen(model)
+    mine = {name: _digest([(name, tensor)]) for name, tensor in frozen}
+    every = from_all(mesh or single_process(), mine)
+    whole = {name: found for rank in reversed(every) for name, found in rank.items()}
+    if differing := [rank for rank, one in enumerate(every) if not one.items() <= whole.items()]:
         raise WeightsError(
             f"ranks {', '.join(map(str, differing[:8]))} have read other weights under the "
             "adapters than rank 0; give all nodes the same files"
         )
-    return found
+    found = hashlib.sha256(json.dumps(sorted(whole.items())).encode()).hexdigest()
+    return (found, _digest(frozen)) if resumed else (found,)
 
 
-def check_base(path: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raise CheckpointError unless the adapters in the checkpoint at `path` were trained on the
-    base of this fingerprint."""
-    if state.get(BASE) != fingerprint:
+def _frozen(model: ModelChunks) -> list[tuple[str, Tensor]]:
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    return sorted(named for named in model.state_dict().items() if named[0] not in trained)
+
+
+def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def check_base(path: Path, state: Mapping[str, Any], fingerprints: Sequence[str]) -> None:
+    """Raise CheckpointError unless the adapters in the checkpoint at `path`, if it has any, were
+    trained on the base of these fingerprints."""
+    stored = state.get(BASE)
+    if stored not in fingerprints and (stored or fingerprints):
         raise CheckpointError(
             f"{path}: its adapters were trained on other weights than those that are there now "
             "(their fingerprint differs); put the base back, or name the folder that has it: "
