@@ -168,8 +168,8 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor]
 def is_theirs(module: nn.Module) -> bool:
     """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
     which takes its place, leaves out any other."""
-    if OLD_TRACER and torch.compiler.is_compiling():
-        return True
+    if OLD_TRACER and torch.compiler.is_compiling():  # guards whether there is one of its own
+        return "forward" not in vars(module) or bool(vars(module)["forward"])
     found = str(module.forward.__module__), str(type(module).forward.__module__)
     return all(name.startswith(AROUND) for name in found)
 
