@@ -211,8 +211,10 @@ def read_verify(words: list[str]) -> int | Call:
     if own.hf_config is None:
         problems += ["--layers is an option of --hf-config"] if own.layers is not None else []
         problems += missing_files(asked.read()[0]) if asked is not None else []
-    elif own.preset is not None:
-        problems += ["--hf-config and a preset exclude each other"]
+    elif own.preset is not None or own.config is not None:
+        problems += ["--hf-config and a preset, or a --config file, exclude each other"]
+    elif named := sorted(path for path in read.overrides.values if path.startswith("hf.")):
+        problems += [f"--hf-config says what the model is, and so does --{named[0]}"]
     if own.layers is not None and own.layers < 1:
         problems += ["--layers must be at least 1"]
     if problems:

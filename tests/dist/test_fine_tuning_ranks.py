@@ -32,6 +32,7 @@ PIPELINE = ("--parallel.pp", "2")
         (SHARD, ()),
         (("--lora.rank", "1", *SHARD), ()),
         (("--lora.rank", "4"), PIPELINE),
+        (("--lora.rank", "4", "--lora.dora", *SHARD), PIPELINE),
     ],
     ids=" ".join,
 )
@@ -45,9 +46,10 @@ def test_ranks_train_as_one_process_does(
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "OMP_NUM_THREADS": "1",
     }
+    ranks = "4" if spread and SHARD[0] in given else "2"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     found = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "-m", "packgraph.cli", *options],
+        [*launcher, "--nproc-per-node", ranks, "-m", "packgraph.cli", *options],
         capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr

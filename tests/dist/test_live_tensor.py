@@ -88,7 +88,8 @@ def test_sizes_that_do_not_divide_are_named() -> None:
 def test_a_plan_may_name_embedding_and_head() -> None:
     """Configs of transformers 5.17 do where both are one matrix; the split is our own."""
     model = made("llama", tie_word_embeddings=True)
-    model.config.base_model_tp_plan |= {"embed_tokens": "embedding_rowwise"}
+    plan = model.config.base_model_tp_plan
+    model.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}
     assert not tensor_problems(packed(model), 2)
 
 

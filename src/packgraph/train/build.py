@@ -36,7 +36,7 @@ from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.live import build_live, live_layer
-from packgraph.train.features.lora import add_adapters
+from packgraph.train.features.lora import add_adapters, refuse_untrained_stages
 from packgraph.train.features.moe import ExpertBalance, Overflow, has_shared_experts, make_stash
 from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, recompute_at_first, set_recompute
@@ -96,18 +96,23 @@ def _spread(models: Sequence[nn.Module], config: TrainConfig, mesh: Mesh) -> Mod
 def _live_chunks(
     config: TrainConfig, device: torch.device, mesh: Mesh, stages: Sequence[int], deferred: bool
 ) -> ModelChunks:
-    """The chunks of a model of transformers. Each is made of the whole, without memory where its
-    weights can be read one by one."""
-    parts = mesh.size("pp") * config.parallel.chunks
-    is_cut = parts * mesh.size("tp") * mesh.size("ep") > 1 and not config.lora.enabled
+    """The chunks of a model of transformers. Each is made of the whole: without memory where its
+    weights can be read one by one, and with adapters on the host. Raises ConfigError."""
+    parts, adapters = mesh.size("pp") * config.parallel.chunks, config.lora.enabled
+    is_cut = parts * mesh.size("tp") * mesh.size("ep") > 1
     cut, models = stage_layers(config.model, parts, stage_tokens(config)), list[nn.Module]()
+    here = torch.device("cpu") if adapters else device
     for stage in stages:
-        model = build_live(config, device, _reads_weights(config), deferred or is_cut)
-        if config.lora.enabled:
+        later = (deferred or is_cut) and not adapters
+        model = build_live(config, here, _reads_weights(config), later)
+        if adapters:
             add_adapters(model, config)
+            refuse_untrained_stages(model, cut)
         if mesh.size("tp") > 1 and not models:
             prove_split_live(model, mesh["tp"])
         models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())
+        if adapters:
+            models[-1].to(device)
     return _spread(models, config, mesh)
 
 

@@ -30,6 +30,7 @@ from packgraph.train.config.commands import VerifyArguments
 from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, render
 from packgraph.train.config.request import RunRequest
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import places_multiple
 from packgraph.train.launch import choose_device, prepare, use_deterministic_kernels
 from packgraph.train.progress import phases_of_command
 from packgraph.train.run_files import CONFIG
@@ -40,7 +41,7 @@ from packgraph.verification.matrix import default_matrix, random_packs, ranks_ma
 from packgraph.verification.ranks import OneProcessReport, RanksReport, verify_ranks
 
 PRESET_STEPS, MATRIX_STEPS, HF_STEPS = 50, 30, 6
-HF_TOKENS, HF_CAPACITY = 256, "256x16"  # of a step, and of a microbatch
+HF_TOKENS, HF_CAPACITY = 256, "256x16"  # of a step, replica and stage; of a microbatch
 FEWEST_STEPS = 3  # without a preset: of which two are warm-up
 EQUAL = "bitwise equal"
 LIMITS_EXPLAINED = (
@@ -58,6 +59,9 @@ def run_verify(asked: RunRequest | None, own: VerifyArguments) -> int:
             device = choose_device(asked.read()[0].run.device, launch)
             if own.hf_config is not None:
                 drawn = hf_config_layer(own.hf_config, own.layers, Path(folder), device.type)
+                parallel = asked.read()[0].parallel
+                each = HF_TOKENS * parallel.layout().replicas(launch.world) * parallel.pp
+                drawn.values["run"]["tokens_per_step"] = each * parallel.chunks
                 asked = replace(asked, layers=(drawn, *asked.layers))
             config, notes = with_shape(asked, device.type)
             for note in notes if launch.rank == 0 else ():
@@ -163,7 +167,8 @@ def open_packs(
 ) -> Iterator[PackedBatch]:
     """The packs of a run from its beginning, drawn at random or made of its data."""
     if drawn:
-        return random_packs(0, config.graph.captured_capacities(), config.model.vocab_size)
+        sizes, multiple = config.graph.packing_capacities(), places_multiple(config)
+        return random_packs(0, sizes, config.model.vocab_size, multiple)
     return iter(prepare(config, device, world).microbatches)
 
 
@@ -305,9 +310,8 @@ def hf_config_layer(file: Path, layers: int | None, folder: Path, device: str) -
         "hf": {"path": str(file.parent), "random": True},
         "data": {"tokenizer": "bytes"},
         "graph": {"capacities": HF_CAPACITY},
-        "run": {"tokens_per_step": HF_TOKENS},
+        "run": {"dtype": "float32"} if device == "cpu" else {},
     }
-    values["run"] |= {"dtype": "float32"} if device == "cpu" else {}
     return ConfigLayer("--hf-config", values)
 
 
@@ -318,7 +322,7 @@ def read_hf_config(file: Path, layers: int | None = None) -> dict[str, Any]:
         ConfigError: It cannot be read, is no JSON object, or names no `model_type`.
     """
     content = read_object(file, one_problem)
-    if not isinstance(content.get("model_type"), str):
+    if not content.get("model_type") or not isinstance(content["model_type"], str):
         raise ConfigError([f"{file} is no config.json of transformers: it names no model_type"])
     if layers is not None:
         content["num_hidden_layers"] = layers

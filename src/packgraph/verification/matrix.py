@@ -198,9 +198,13 @@ def tiny_hybrid_config(
 
 
 def random_packs(
-    seed: int, capacities: Sequence[Capacity] = CAPACITIES, vocabulary: int = VOCABULARY
+    seed: int,
+    capacities: Sequence[Capacity] = CAPACITIES,
+    vocabulary: int = VOCABULARY,
+    multiple: int = 1,
 ) -> Iterator[PackedBatch]:
-    """Endless packs of random documents with heavy-tailed lengths, over all capacities."""
+    """Endless packs of random documents with heavy-tailed lengths, over all capacities. multiple:
+    as in `pack`."""
     draw = random.Random(seed)
     longest = max(capacity.tokens for capacity in capacities)
     while True:
@@ -208,7 +212,7 @@ def random_packs(
             min(longest, 1 + int(draw.paretovariate(0.8) * 4)) for _ in range(draw.randint(3, 12))
         ]
         documents = [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
-        yield from pack(documents, capacities)
+        yield from pack(documents, capacities, multiple=multiple)
 
 
 def default_matrix(

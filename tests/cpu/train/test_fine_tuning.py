@@ -5,12 +5,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from tuningkit import VOCAB, logits, tiny_model, train, words
@@ -22,8 +24,9 @@ from packgraph.train import trainer
 from packgraph.train.build import build_chunks
 from packgraph.train.checkpoint.reader import tensor_entries
 from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, load_tensors
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.export import config_of
-from packgraph.train.features.lora import BASE, base_fingerprints
+from packgraph.train.features.lora import BASE, base_fingerprints, refuse_untrained_stages
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 
@@ -155,6 +158,15 @@ def test_adapters_do_not_go_on_over_another_base(
     assert "were trained on other weights" in capsys.readouterr().err
     resume = ["train", "--config", config, "--resume", "--run.steps", "6"]
     assert cli.main([*resume, "--hf.path", str(model)]) == 0, "the base is where it is said to be"
+
+
+def test_a_stage_without_an_adapter_is_refused() -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    layers[2].requires_grad_(False)
+    whole: Any = SimpleNamespace(layers=layers)
+    refuse_untrained_stages(whole, [range(1), range(1, 3)])
+    with pytest.raises(ConfigError, match=r"has no adapter \(layers 2 to 2\)"):
+        refuse_untrained_stages(whole, [range(2), range(2, 3)])
 
 
 def test_adapters_go_on_from_what_versions_without_stages_stored(

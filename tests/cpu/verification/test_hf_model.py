@@ -40,6 +40,7 @@ def test_a_config_is_verified_bit_by_bit(tmp_path, capsys):
         ("{", "not valid JSON"),
         ("[]", "holds a list, not a JSON object"),
         ({"model_type": 3}, "names no model_type"),
+        ({"model_type": ""}, "names no model_type"),
         ({"model_type": "no-such-model"}, "no-such-model"),
         (CONFIG | {"model_type": "bert"}, "bert: BertLMHeadModel cannot be packed"),
         (CONFIG | {"hidden_size": "x"}, "config.json"),
@@ -55,12 +56,16 @@ def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match
 
 def test_the_command_verifies_a_config_and_says_what_does_not_go_together(tmp_path, capsys):
     file = str(written(tmp_path, CONFIG))
+    values = tmp_path / "values.toml"
+    values.write_text("[run]\nsteps = 3\n")
     words = ["--layers", "1", "--steps", "4", "--graph.capacities", "64x8"]
     assert cli.main(["verify", "--hf-config", file, *words]) == 0
     assert "64x8" in capsys.readouterr().out
     for words, said in (
         (["verify", "qwen3-tiny", "--hf-config", file], "exclude each other"),
         (["verify", "--layers", "2"], "an option of --hf-config"),
+        (["verify", "--hf-config", file, "--hf.random", "no"], "and so does --hf.random"),
+        (["verify", "--hf-config", file, "--config", str(values)], "exclude each other"),
         (["verify", "--hf-config", file, "--graph.capacities", "auto"], "draws: name hf:FOLDER"),
         (["verify", "--hf-config", file, "--layers", "0"], "--layers must be at least 1"),
         (["verify", "--hf-config", str(tmp_path / "none.json")], "cannot be read"),

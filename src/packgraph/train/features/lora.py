@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.models.hf import WeightsError
+from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ranks import from_all
 from packgraph.train.checkpoint.state_file import CheckpointError
@@ -83,6 +84,25 @@ def add_adapters(model: DecoderModel | PackedModel, config: TrainConfig) -> None
             parameter.data = parameter.data.to(dtype)
 
 
+def refuse_untrained_stages(model: PackedModel, stages: Sequence[range]) -> None:
+    """Raises ConfigError where stages of a pipeline, by the numbers of their layers, would have no
+    adapter of `model`."""
+    trained = [
+        number
+        for number, layer in enumerate(model.layers)
+        if any(parameter.requires_grad for parameter in layer.parameters())
+    ]
+    bare = [part for part in stages if not any(number in part for number in trained)]
+    if bare:
+        first = ", ".join(f"{part.start} to {part.stop - 1}" for part in bare[:4])
+        raise ConfigError(
+            [
+                f"lora.targets: a stage of the pipeline has no adapter (layers {first}), so it has "
+                "nothing to train; name more of them, or use fewer stages"
+            ]
+        )
+
+
 def _options(config: TrainConfig) -> Any:
     peft: Any = importlib.import_module("peft")
     lora = config.lora
@@ -109,9 +129,10 @@ def base_fingerprints(
 
     Returns:
         What a checkpoint stores, and where `resumed` what earlier versions stored, which knew no
-        stages.
+        stages: one that a stage has of its own layers is not it.
 
     Raises:
+        RuntimeError: For weights that have no values yet.
         WeightsError: On all ranks of `mesh` if theirs differ: nothing would make replicas equal.
     """
     frozen = _frozen(model)
@@ -121,7 +142,7 @@ def base_fingerprints(
     if differing := [rank for rank, one in enumerate(every) if not one.items() <= whole.items()]:
         raise WeightsError(
             f"ranks {', '.join(map(str, differing[:8]))} have read other weights under the "
-            "adapters than rank 0; give all nodes the same files"
+            "adapters than ranks before them; give all nodes the same files"
         )
     found = hashlib.sha256(json.dumps(sorted(whole.items())).encode()).hexdigest()
     return (found, _digest(frozen)) if resumed else (found,)
@@ -135,6 +156,8 @@ def _frozen(model: ModelChunks) -> list[tuple[str, Tensor]]:
 def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in named:
+        if values_of(tensor) is not None:
+            raise RuntimeError(f"{name} has no values yet, of which a fingerprint could be")
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -149,7 +172,8 @@ def check_base(path: Path, state: Mapping[str, Any], fingerprints: Sequence[str]
         raise CheckpointError(
             f"{path}: its adapters were trained on other weights than those that are there now "
             "(their fingerprint differs); put the base back, or name the folder that has it: "
-            "--hf.path or --run.init-from"
+            "--hf.path or --run.init-from. (A checkpoint of a version whose adapters knew no "
+            "pipelines goes on without parallel.pp first.)"
         )
 
 

@@ -263,7 +263,6 @@ def test_compiled_layers(family):
     assert found, found
 
 
-@pytest.mark.slow
 def test_a_whole_model_may_be_compiled_by_a_user():
     """torch 2.11 asked stages for a hash before they had fields."""
     model, batch = packed(build("qwen3").eval()), batch_of()
@@ -271,6 +270,7 @@ def test_a_whole_model_may_be_compiled_by_a_user():
     torch.testing.assert_close(compiled(batch), model(batch), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_like_layers_are_compiled_once():
     torch._dynamo.reset()
     layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
