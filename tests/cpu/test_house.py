@@ -510,12 +510,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1475,
-    "train": 9006,
-    "verification": 835,
+    "train": 9020,
+    "verification": 839,
     "bench": 481,
-    "commands": 218,
+    "commands": 220,
     "cli": 121,
-    "tests": 48166,
+    "tests": 48181,
     "benchmarks": 5306,
 }
 SLACK = 40  # statements that a budget may lie above what there is
