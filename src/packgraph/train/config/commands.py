@@ -65,7 +65,7 @@ weights and optimizer state must be equal within rounding, whose limits are prin
 0 holds the whole model once more.
 
 With --hf-config the model of any config.json of transformers is compared, with random weights and
-documents, as a run of hf:FOLDER, under torchrun at any layout (--parallel.tp 2).
+documents, as a run of hf:FOLDER, under torchrun at any fixed layout (--parallel.tp 2).
 
 Results go to stdout: without PRESET one table of all runs, and a table of its own for a run that
 differs (with --verbose for each), with how many rows of which size were compared. Progress goes to
