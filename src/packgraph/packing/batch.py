@@ -90,7 +90,7 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     defined, gaps too, so equal packs are equal buffers.
     """
     layout = layout_of(capacity)
-    data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
     buffer = data.numpy()
 
     def field(name: str) -> NDArray[Any]:

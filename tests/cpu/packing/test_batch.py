@@ -87,6 +87,12 @@ def test_tensors_have_the_promised_types_and_share_one_buffer():
     assert batch.data.dtype == torch.uint8
 
 
+def test_a_pack_is_made_on_the_host_whatever_the_default_device_is():
+    made = PackedBatch.build([[1, 2, 3]], Capacity(8, 2))
+    with torch.device("meta"):
+        assert torch.equal(PackedBatch.build([[1, 2, 3]], Capacity(8, 2)).data, made.data)
+
+
 def test_equal_documents_give_equal_bytes():
     first, second = (PackedBatch.build([[1, 2, 3], [4]], Capacity(7, 3)) for _ in range(2))
     assert torch.equal(first.data, second.data)
