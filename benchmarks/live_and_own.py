@@ -50,7 +50,7 @@ def tokens_per_second(words: Sequence[str], ranks: int, folder: Path) -> tuple[f
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     rows = read_metrics(folder / "run" / METRICS)[AHEAD:]
-    peaks = [row.get("peak_memory_bytes") or 0 for row in rows]
+    peaks = [row.get("peak_memory", 0) for row in rows]
     return median(row["tokens"] / row["seconds"] for row in rows), max(peaks) / 2**30
 
 
