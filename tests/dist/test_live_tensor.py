@@ -4,8 +4,10 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from distkit import run_ranks
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 pytest.importorskip("transformers", reason="the models are of this library")
 
@@ -70,6 +72,22 @@ def test_all_gradients_are_those_of_the_whole_model() -> None:
             if not size <= TOLERANCE
         }
         assert not wrong
+
+
+def reductions(mesh: Any, kind: str) -> int:
+    """All-reduces of a backward."""
+    part = packed(made(kind))
+    parallelize(part, mesh["tp"])
+    loss = part(batch_of())
+    with CommDebugMode() as seen:
+        loss.backward()
+    return seen.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+
+
+def test_layers_that_read_one_input_reduce_its_gradient_once() -> None:
+    layers = made("llama").config.num_hidden_layers
+    for found in run_ranks(reductions, 2, "llama", layout=TENSOR):
+        assert found == 2 * layers + 1  # of attention, of the feed-forward; the head
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -139,7 +139,8 @@ def try_module(
             that occur in training should occur in them.
         loss: Makes a scalar of the module's output. By default the sum of all floating-point
             outputs, in float32.
-        seconds: Nothing further begins after this time. What is being compiled then is waited for.
+        seconds: Nothing further begins after this time. What is being compiled then is waited for;
+            an interrupt (Ctrl-C) ends with the report of what was measured.
         compile: Option of `packgraph.graph` for the way that compiles; a name is the compiler of
             torch.compile, too.
         **options: Further options of `packgraph.graph` for both ways of graphs, such as
@@ -163,7 +164,11 @@ def try_module(
     comparison = _Ways(module, batches, loss or sum_of_outputs, Deadline(seconds), device)
     comparison.options, comparison.compile = options, compile
     rows = Rows({}, write=False)
-    comparison.measure(rows, TOGETHER)
+    try:
+        comparison.measure(rows, TOGETHER)
+    except KeyboardInterrupt:  # a compiler may take minutes; what was measured is the report
+        if not rows.measured:
+            raise
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     found = {row["way"]: row for row in rows.all}
     return Trial(

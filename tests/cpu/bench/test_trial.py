@@ -99,6 +99,20 @@ def test_a_way_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Monke
     assert found.rows[GRAPH]["ratio"] is not None and found.rows[COMPILE]["ratio"] is None
 
 
+def test_an_interrupt_ends_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(module: Any, **_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "compile", interrupted)
+    monkeypatch.setattr(trial, "WAYS", (EAGER, GRAPH, COMPILE))
+    found = packgraph.try_module(nn.Linear(8, 8), [torch.randn(3, 8)], compile="aot_eager")
+    assert found.rows[GRAPH]["ratio"] is not None
+    assert "no round was run" in str(found)
+    monkeypatch.setattr(trial, "WAYS", (COMPILE, EAGER))
+    with pytest.raises(KeyboardInterrupt):
+        packgraph.try_module(nn.Linear(8, 8), [torch.randn(3, 8)], compile="aot_eager")
+
+
 def test_the_report_ends_with_the_lines_to_change() -> None:
     rows = {EAGER: row(1.0), COMPILE: row(None, reason="ran out"), GRAPH: row(1.5), BOTH: row(2.0)}
     change = {BOTH: "model = packgraph.graph(model, compile=True)"}

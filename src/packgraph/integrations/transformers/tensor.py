@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -41,7 +41,41 @@ STYLES: dict[str, ParallelStyle] = {
     # Its input [1, T, heads, D] is this rank's heads; the gradient of its weight is summed.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=1, use_local_output=True),
 }
+HIDDEN = "hidden_states"  # how decoder layers of transformers pass them
 BY_OUTPUTS, BY_INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+
+
+class CommonInput(ParallelStyle):
+    """Makes the hidden states of a module one DTensor for all layers split by outputs in it.
+
+    The gradients that these layers give them are then added on this rank and reduced over ranks
+    once, not once a layer.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = args[0] if args else kwargs[HIDDEN]
+            hidden = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
+            return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {HIDDEN: hidden})
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+def _common_owners(causal: Any, plan: dict[str, str]) -> list[str]:
+    """Modules with several layers split by outputs that all read the module's own input: every
+    linear layer in them is in the plan, and these layers have inputs of the hidden size."""
+    found, hidden = list[str](), causal.config.hidden_size
+    for name, module in causal.named_modules():
+        linear = {
+            f"{name}.{key}": child
+            for key, child in module.named_children()
+            if isinstance(child, nn.Linear)
+        }
+        inputs = [child.in_features for key, child in linear.items() if plan.get(key) == "colwise"]
+        if len(inputs) > 1 and {*inputs} == {hidden} and linear.keys() <= plan.keys():
+            found.append(name)
+    return found
 
 
 def tensor_plan(causal: Any) -> dict[str, str]:
@@ -150,7 +184,9 @@ def parallelize(packed: Any, mesh: DeviceMesh) -> None:
     if problems := tensor_problems(packed, mesh.size()):
         raise ValueError("; ".join(problems))
     causal = packed.causal
-    plan = {name: STYLES[word] for name, word in tensor_plan(causal).items()}
+    words = tensor_plan(causal)
+    plan = {name: STYLES[word] for name, word in words.items()}
+    plan |= dict.fromkeys(_common_owners(causal, words), CommonInput())
     parallelize_module(causal, mesh, plan, src_data_rank=None)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     ties = isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None)
