@@ -509,13 +509,13 @@ STATEMENTS = {
     "parallel": 3370,
     "models": 1823,
     "viz": 337,
-    "integrations": 1494,
-    "train": 9020,
+    "integrations": 1525,
+    "train": 9021,
     "verification": 839,
     "bench": 484,
     "commands": 220,
     "cli": 121,
-    "tests": 48209,
+    "tests": 48217,
     "benchmarks": 5306,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -111,6 +111,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen3_moe", {}, EXPERTS, {"parallel.expert_room": 1.0}),
         ("gpt_oss", WINDOWS, Layout(dp=2, ep=2, pp=2), {}),
         ("qwen2", WINDOWS, TENSOR, {}),
+        ("qwen3", {}, TENSOR, {"parallel.sequence": False}),
+        ("llama", {}, Layout(dp=1, pp=2, tp=2), {"hf.random": True}),
         ("starcoder2", {}, Layout(dp=1, pp=2, tp=2), {"hf.random": True}),
         ("qwen3", {}, Layout(dp=2, tp=2), SHARDS),
         ("granite", {}, Layout(dp=1, cp=2, pp=2), {"hf.random": True}),

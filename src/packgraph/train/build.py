@@ -109,7 +109,7 @@ def _live_chunks(
             add_adapters(model, config)
             refuse_untrained_stages(model, cut)
         if mesh.size("tp") > 1 and not models:
-            prove_split_live(model, mesh["tp"])
+            prove_split_live(model, mesh["tp"], sequence=config.parallel.sequence)
         models.append((PackedPart(model, cut[stage]) if parts > 1 else model).train())
         if adapters:
             models[-1].to(device)

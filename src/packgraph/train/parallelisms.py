@@ -103,11 +103,9 @@ class TensorParallelism(Parallelism):
 
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("tp") > 1 else ():
+            split = split_live if isinstance(model, PackedModel) else parallelize
             with on_meta(model):
-                if isinstance(model, PackedModel):
-                    split_live(model, mesh["tp"])
-                else:
-                    parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+                split(model, mesh["tp"], sequence=config.parallel.sequence)
 
 
 class ExpertParallelism(Parallelism):

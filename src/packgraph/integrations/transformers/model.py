@@ -57,7 +57,12 @@ from packgraph.ops.log_probabilities import (
 from packgraph.ops.loss import IGNORED, check_count, is_word, linear_cross_entropy, token_count
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.vocabulary import embed, head_cross_entropy, head_log_probabilities
+from packgraph.parallel.vocabulary import (
+    all_rows,
+    embed,
+    head_cross_entropy,
+    head_log_probabilities,
+)
 
 OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
 
@@ -292,7 +297,13 @@ class PackedModel(SharedRows, nn.Module):
         embedding = getattr(decoder, family.embedding)
         legal = is_word(tokens, embedding.weight.shape[0])
         if isinstance(embedding.weight, DTensor):  # its module is not called
-            hidden = embed(tokens, padding, embedding.weight, split_rows=False)[None]
+            hidden = embed(tokens, padding, embedding.weight, split_rows=self.split_rows)[None]
+            if self.split_rows:
+                mesh = embedding.weight.device_mesh
+                tokens, padding, legal = (
+                    rows.chunk(mesh.size())[mesh.get_local_rank()]
+                    for rows in (tokens, padding, legal)
+                )
             scale = getattr(embedding, "embed_scale", 1.0)  # as its own forward has it
             hidden = hidden * (scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
             if embedding.padding_idx is not None:  # a row that is read and never trained
@@ -322,6 +333,9 @@ class PackedModel(SharedRows, nn.Module):
         rows = None if tables is None else tables.rows
         hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
         if output == "hidden":
+            if self.split_rows:
+                head = self.causal.get_output_embeddings().weight
+                hidden = all_rows(hidden, head, rank_rows(batch.labels, context, rows, IGNORED))
             padding = rank_rows(batch.padding_mask, context, rows, True)
             return {"output": hidden.masked_fill(padding[:, None], 0.0)}
         tokens = state["tokens_in_step"]

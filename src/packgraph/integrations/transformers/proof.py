@@ -100,7 +100,9 @@ def prove_split(
     with _exactly(_device_of(causal)):
         twin = _twin(causal)
         documents = _documents(twin)
-        batch = PackedBatch.build([one.cpu() for one in documents], ROW).to(documents[0].device)
+        places = -(-ROW.tokens // group.size()) * group.size()  # ranks may have a part each
+        row = Capacity(places, ROW.documents)
+        batch = PackedBatch.build([one.cpu() for one in documents], row).to(documents[0].device)
         made = pack(twin)
         whole = _on_host(made, batch)
         split(made)  # in place: there is room for one twin

@@ -3,24 +3,28 @@
     hidden [1, T, H], whole --colwise--> this rank's heads or channels --rowwise, all-reduce--> whole
 
 `base_model_tp_plan` says of each linear layer how its matrix is split (Megatron's scheme, Shoeybi
-et al. 2019, arXiv:1909.08053). Between modules hidden states are whole plain tensors, equal on all
-ranks; DTensors live within a module only. Embedding and head are split by the vocabulary, as those
-of `packgraph.parallel.tensor`. Experts, and what no plan names, stay whole and compute alike.
+et al. 2019, arXiv:1909.08053). Between modules hidden states are plain tensors, whole and equal on
+all ranks, or with `sequence` this rank's rows [1, T / ranks, H], which norms and residuals work on
+(Korthikanti et al. 2022, arXiv:2205.05198); DTensors live within a module only. Embedding and head
+are split by the vocabulary, as those of `packgraph.parallel.tensor`. Experts, and what no plan
+names, stay whole and compute alike.
 
 The invariant: a whole parameter has the same gradient on all ranks. It would have a part of it
 where it reads some of the heads, so a module with split layers must name all its parameters.
 """  # noqa: E501
 
 import functools
+import inspect
 import re
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -41,25 +45,23 @@ STYLES: dict[str, ParallelStyle] = {
     # Its input [1, T, heads, D] is this rank's heads; the gradient of its weight is summed.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=1, use_local_output=True),
 }
-HIDDEN = "hidden_states"  # how decoder layers of transformers pass them
 BY_OUTPUTS, BY_INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 
 
-class CommonInput(ParallelStyle):
-    """Makes the hidden states of a module one DTensor for all layers split by outputs in it.
+def _common_input(module: nn.Module, rows: Placement) -> ParallelStyle:
+    """The style that makes a module's input one whole DTensor for all layers split by outputs in
+    it: the gradients that they give it are added on this rank, and reduced over ranks once.
 
-    The gradients that these layers give them are then added on this rank and reduced over ranks
-    once, not once a layer.
+    rows: how hidden states lie before the module. Decoder layers of transformers give them to
+    attention by name, and to what has no other argument by place.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = args[0] if args else kwargs[HIDDEN]
-            hidden = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
-            return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {HIDDEN: hidden})
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        return module
+    name, *others = inspect.signature(module.forward).parameters
+    whole = Replicate()
+    if not others:
+        return PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    return PrepareModuleInput(
+        input_kwarg_layouts={name: rows}, desired_input_kwarg_layouts={name: whole}
+    )
 
 
 def _common_owners(causal: Any, plan: dict[str, str]) -> list[str]:
@@ -104,8 +106,9 @@ def tensor_plan(causal: Any) -> dict[str, str]:
     return found
 
 
-def tensor_problems(packed: PackedModel, ranks: int) -> list[str]:
-    """Every reason why a packed model cannot be split over `ranks` tensor parallel ranks."""
+def tensor_problems(packed: PackedModel, ranks: int, sequence: bool = False) -> list[str]:
+    """Every reason why a packed model cannot be split over `ranks` tensor parallel ranks.
+    sequence: norms and residuals with it."""
     causal = packed.causal
     plan, modules = tensor_plan(causal), dict(causal.named_modules())
     split = {name: word for name, word in plan.items() if word in (*BY_OUTPUTS, *BY_INPUTS)}
@@ -138,7 +141,30 @@ def tensor_problems(packed: PackedModel, ranks: int) -> list[str]:
         }.items()
         if is_there
     ]
+    problems += _sequence_problems(packed, plan) if sequence else []
     return list(dict.fromkeys(problems))
+
+
+def _sequence_problems(packed: PackedModel, plan: dict[str, str]) -> list[str]:
+    """Modules of layers that would see this rank's rows alone and must not: all but norms, those
+    that gather their input, and those without parameters."""
+    gathering, found = {*_common_owners(packed.causal, plan)}, list[str]()
+    names = {id(module): name for name, module in packed.causal.named_modules()}
+    for layer in packed.layers:
+        for child in layer.children():
+            whole = names[id(child)] in gathering or _is_norm(child)
+            if not whole and next(child.parameters(), None) is not None:
+                found.append(names[id(child)])
+        if next(layer.parameters(recurse=False), None) is not None:
+            found.append(names[id(layer)])
+    others = sorted({*plan.values()} - {"colwise", "rowwise", "replicated_with_grad_allreduce"})
+    problems = [f"with a part of the rows {', '.join(found[:3])} would not be known"] * bool(found)
+    return problems + [f"its plan has {', '.join(others)}, which need all rows"] * bool(others)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Tells whether it normalises each row by itself, as its name says."""
+    return type(module).__name__.endswith("Norm") and not any(module.children())
 
 
 def _lone_parameters(plan: dict[str, str], modules: dict[str, nn.Module]) -> list[str]:
@@ -154,21 +180,23 @@ def _lone_parameters(plan: dict[str, str], modules: dict[str, nn.Module]) -> lis
     return found
 
 
-def prove(packed: PackedModel, mesh: DeviceMesh) -> None:
+def prove(packed: PackedModel, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Compares a twin of a packed model split over a mesh with the whole twin. Collective.
 
     Args:
         packed: A whole model, which is not changed.
         mesh: One-dimensional.
+        sequence: As of `parallelize`.
 
     Raises:
         ValueError: On all ranks, if the twin cannot be split or differs.
     """
     pack = functools.partial(pack_twin, packed.family)
-    prove_split(packed.causal, pack, lambda twin: parallelize(twin, mesh), mesh.get_group())
+    split = functools.partial(parallelize, mesh=mesh, sequence=sequence)
+    prove_split(packed.causal, pack, split, mesh.get_group())
 
 
-def parallelize(packed: Any, mesh: DeviceMesh) -> None:
+def parallelize(packed: Any, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Splits a packed model over a mesh, in place.
 
     Every rank must hold the same whole parameters, or such without memory
@@ -177,16 +205,34 @@ def parallelize(packed: Any, mesh: DeviceMesh) -> None:
     Args:
         packed: A PackedModel, or some layers of one.
         mesh: One-dimensional.
+        sequence: Norms and residuals work on this rank's rows only; the tokens of every capacity
+            must then be a multiple of the ranks. Hidden states between stages have T / ranks rows.
 
     Raises:
         ValueError: With all reasons why it cannot be split.
     """
-    if problems := tensor_problems(packed, mesh.size()):
+    if problems := tensor_problems(packed, mesh.size(), sequence):
         raise ValueError("; ".join(problems))
-    causal = packed.causal
+    causal, rows = packed.causal, Shard(1) if sequence else Replicate()
     words = tensor_plan(causal)
     plan = {name: STYLES[word] for name, word in words.items()}
-    plan |= dict.fromkeys(_common_owners(causal, words), CommonInput())
+    for name in _common_owners(causal, words):
+        plan[name] = _common_input(causal.get_submodule(name), rows)
+    if sequence:
+        plan |= {
+            name: RowwiseParallel(output_layouts=rows)
+            for name, word in words.items()
+            if word == "rowwise"
+        }
+        norms = {id(child) for layer in packed.layers for child in layer.children()}
+        norms |= {id(getattr(packed.decoder, packed.family.norm))}
+        own = SequenceParallel(sequence_dim=1, use_local_output=True)
+        plan |= {
+            name: own
+            for name, module in causal.named_modules()
+            if id(module) in norms and _is_norm(module)
+        }
+        packed.split_rows = True
     parallelize_module(causal, mesh, plan, src_data_rank=None)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     ties = isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None)

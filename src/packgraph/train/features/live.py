@@ -62,8 +62,8 @@ class LiveShape:
     passes; None where it passes some of many experts. linear: last names of its linear layers but
     the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
     in float8. scans: classes of mixers with a state. scores: its attention has windows or the like.
-    split, share: reasons why so many ranks cannot split matrices, or share experts. experts:
-    elements of those.
+    split, share: reasons why so many ranks cannot split matrices (and rows between them), or share
+    experts. experts: elements of those.
     """
 
     sizes: dict[str, Any]
@@ -74,7 +74,7 @@ class LiveShape:
     in_float8: Callable[[str, int], list[str]]
     scans: list[str]
     scores: bool
-    split: Callable[[int], list[str]]
+    split: Callable[[int, bool], list[str]]
     share: Callable[[int], list[str]]
     experts: int
 
@@ -196,7 +196,8 @@ def live_layer(path: str) -> ConfigLayer:
     """The sizes of the model in `path` as values of a configuration, and its tokenizer, whether
     there is one or not: bytes must be asked for. Raises ConfigError."""
     shape = live_shape(path)
-    parallel = {"sequence": False} | ({"cp_kind": "ulysses"} if shape.scores else {})
+    by_rows = shape.split(1, True) == shape.split(1, False)  # what it can, as models of packgraph
+    parallel = {"sequence": by_rows} | ({"cp_kind": "ulysses"} if shape.scores else {})
     values = {"model": shape.sizes, "data": {"tokenizer": path}, "parallel": parallel}
     return ConfigLayer(f"hf:{path}", values)
 
@@ -216,7 +217,8 @@ def live_problems(config: TrainConfig) -> list[str]:
         if value != here[field]
     ]
     if parallel.tp > 1:
-        found += [f"parallel.tp = {parallel.tp}: {problem}" for problem in shape.split(parallel.tp)]
+        problems = shape.split(parallel.tp, parallel.sequence)
+        found += [f"parallel.tp = {parallel.tp}: {problem}" for problem in problems]
     if parallel.ep > 1:
         found += [f"parallel.ep = {parallel.ep}: {problem}" for problem in shape.share(parallel.ep)]
     return found + true_of(
@@ -230,8 +232,6 @@ def live_problems(config: TrainConfig) -> list[str]:
             ),
             f"parallel.cp = {parallel.cp} spreads rows over ranks, which {scans} scan in their "
             "order; use pipeline or data parallelism": parallel.cp > 1 and bool(scans),
-            "parallel.sequence is for models of packgraph: with hf:PATH tensor parallel ranks have "
-            "all rows": parallel.tp > 1 and parallel.sequence,
             "parallel.cp_kind must be ulysses for attention with windows, soft caps or sinks": (
                 parallel.cp > 1 and shape.scores and parallel.cp_kind != "ulysses"
             ),
