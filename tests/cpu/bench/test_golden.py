@@ -54,34 +54,6 @@ def test_more_than_five_percent_of_time_or_memory_does_not_hold(
     assert "stored at abc with torch 2.11.0" in lines[0]
 
 
-def test_rows_of_other_devices_and_shapes_are_told_and_never_compared(tmp_path: Path) -> None:
-    golden = stored(tmp_path, row(device="two", ms=1.0), row(tokens=2048), row(reason="no memory"))
-    lines, held = golden.compare([row(ms=100.0), row(tokens=4096)])
-    assert not held and "nothing could be compared" in lines[-1]
-    assert "has it of two alone" in lines[0] and "other devices than this (one)" in lines[0]
-    assert "no row of this shape" in lines[1]
-    lines, held = golden.compare([row(ms=100.0), row(tokens=2048)])
-    assert held and "not compared" in lines[0] and "(+0.0%)" in lines[1]
-
-
-def test_the_newest_stored_row_counts(tmp_path: Path) -> None:
-    golden = stored(tmp_path, row(ms=1.0), row(ms=10.0), row(ms=1.0, reason="stopped"))
-    assert golden.compare([row(ms=10.2)])[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "holds no rows"), ("{", "line 1 is no JSON"), ("[1]\n", "line 1 is no row")],
-)
-def test_files_without_rows_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "golden.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        Golden(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        Golden(tmp_path / "none.jsonl")
-
-
 def test_the_command_fails_where_a_stored_row_does_not_hold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
