@@ -35,7 +35,7 @@ def test_own_loop(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 def test_loops_of_others_equal_themselves_without_graphs(name, monkeypatch, capsys, one_process):
     library, options, replays = LOOPS[name]
     pytest.importorskip(library, reason="the example is of this library")
