@@ -3,7 +3,7 @@ syncs."""
 
 import pytest
 import torch
-from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
+from moekit import NAN, Layer, ends_of, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
@@ -269,31 +269,6 @@ def test_grouped_product_of_other_numbers_and_widths(ends, inner, transposed, dt
     assert found[0].dtype is dtype and all(
         not found[2][e].any() for e in range(4) if ends[e] == ([0, *ends])[e]
     )
-
-
-@pytest.mark.parametrize("ends", [[50, 50, 130], [0, 0, 0], [200, 200, 200], [0, 70, 200]], ids=str)
-@pytest.mark.parametrize("gated", [True, False])
-def test_experts_equal_the_loop(gated, ends):
-    needs_grouped_products()
-    used, offsets = ends[-1], ends_of(ends, "cuda")
-    values, weights, matrices, down, grad = make(
-        BF16, rows=200, hidden=64, width=96, device="cuda", gated=gated
-    )
-    found = run(
-        by_module,
-        [poisoned(values, used), poisoned(weights, used), matrices, down],
-        poisoned(grad, used),
-        offsets,
-        gated,
-    )
-    wanted = run(
-        naive, [x.float() for x in (values, weights, matrices, down)], grad.float(), offsets, gated
-    )
-    for name, ours, theirs in zip(("out", "values", "weights", "matrices", "down"), found, wanted):
-        live = ours if name in ("matrices", "down") else ours[:used]
-        assert torch.isfinite(live).all(), name
-        assert distance(live, theirs[: len(live)]) <= RELATIVE, name
-    assert not found[2][used:].any()
 
 
 def layer() -> Layer:

@@ -13,7 +13,6 @@ import torch
 from offload_measures import pinned_bytes
 from offloadkit import (
     DENSE,
-    EXPERTS,
     config,
     foretold_and_taken,
     runtime_of,
@@ -111,12 +110,6 @@ def test_eager_stages_between_captured_ones(scope, postpones, monkeypatch):
         settings(), DENSE, granularity="layer", scope=scope, postpones=postpones, **BF16
     )
     assert same(found, train(settings(), **BF16)[0])
-
-
-def test_experts_in_chunk_graphs(monkeypatch):
-    expected = train(settings(experts=True), **BF16)[0]
-    slow(monkeypatch, "out", "back")
-    assert same(train(settings(experts=True), EXPERTS, granularity="chunk", **BF16)[0], expected)
 
 
 HASTY = """

@@ -78,15 +78,6 @@ def test_kernels_are_chosen():
     assert not conv_problems(torch.device("cuda", 0), BF16, 4)
 
 
-@pytest.mark.parametrize("length", [1, Q - 1, Q, Q + 1, 3 * Q + 5])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_ssd_equals_plain_for_every_length(length, dtype):
-    ids = ids_of([length]).cuda()
-    inputs, grad = ssd_case(length, dtype)
-    wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad)
-    assert_near(by_ssd(inputs, grad, ids), wanted, dtype)
-
-
 @pytest.mark.parametrize(
     ("chunk", "sizes", "dtype"),
     [

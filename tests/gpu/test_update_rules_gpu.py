@@ -12,19 +12,15 @@ from torch import Tensor, nn
 
 from packgraph.train import optimizer as optimizers
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.optimizer import TINY, Optimizer
+from packgraph.train.optimizer import Optimizer
 from packgraph.train.spikes import Limits
-from packgraph.train.updates import adamw, host_state
+from packgraph.train.updates import host_state
 from packgraph.train.updates.adamw import (
-    GROUP,
-    MEANS,
     Numbers,
-    fused_adamw,
     naive_adamw,
     narrow_adamw,
 )
-from packgraph.train.updates.host_state import PIECE, HostState
-from packgraph.train.updates.rule import slices_of
+from packgraph.train.updates.host_state import HostState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,19 +138,6 @@ def test_a_blocked_kernel_changes_nothing(size: int) -> None:
             assert torch.equal(flats[number], first[number]) == bool(blocked)
 
 
-def test_bits_of_the_kernel_do_not_depend_on_where_a_span_is_cut() -> None:
-    size, config, ends = 2**20 + 128, OptimizerConfig(weight_decay=0.1), []
-    for piece in (size, 2**18, 128 * 7):
-        flats = flats_of(size, torch.bfloat16)
-        for start in range(0, size, piece):
-            part = slice(start, min(start + piece, size))
-            narrow_adamw(*(flat[part] for flat in flats), numbers_of(3), config, decays=True)
-        ends.append(flats)
-    for flats in ends[1:]:
-        for found, expected in zip(flats, ends[0], strict=True):
-            assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_state_on_the_host_has_the_bits_of_that_on_the_device(
     buffers: int, monkeypatch: pytest.MonkeyPatch
@@ -185,41 +168,3 @@ def test_state_on_the_host_has_the_bits_of_that_on_the_device(
 
 def _never(parameters: Tensor) -> bool:
     return False
-
-
-def test_adamw_has_the_bits_of_float32_copies_of_all_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three groups, the last of them short, by torch's AdamW."""
-    monkeypatch.setattr(adamw, "in_one_kernel", _never)
-    _, optimizer = made("adamw", 28, 640)
-    spans = optimizer.flat.spans
-    assert 2 * GROUP < sum(span.parameters.numel() for span in spans) < 4 * GROUP
-    options, rate = OptimizerConfig(weight_decay=0.1), torch.tensor(1e-3, device=CUDA)
-    masters = [span.own_parameters.detach().float() for span in spans]
-    means = [[torch.zeros_like(master) for master in masters] for _ in MEANS]
-    for step in range(3):
-        draw(optimizer, step)
-        norm = optimizer.step(1e-3)
-        copies = [span.own_gradients.float() for span in spans]
-        norms = torch._foreach_norm(
-            [
-                c[part]
-                for c, span in zip(copies, spans, strict=True)
-                for part in slices_of(span.own_gradients.numel(), PIECE)
-            ]
-        )
-        assert torch.equal(norm, torch.stack(norms).square().sum().sqrt())
-        torch._foreach_mul_(copies, (options.clip_norm / (norm + TINY)).clamp(max=1.0))
-        ordinal = torch.full((), step + 1.0, device=CUDA)
-        for number, span in enumerate(spans):
-            flats = [[masters[number]], [copies[number]], *([m[number]] for m in means)]
-            fused_adamw(*flats, options, rate, ordinal, None, decays=span.decays)
-    state = optimizer.state_tensors()
-    for number, span in enumerate(spans):
-        found = {"master": masters[number]} | {k: m[number] for k, m in zip(MEANS, means)}
-        for member in span.members:
-            for key, flat in found.items():
-                assert torch.equal(state[f"{member.name}.{key}"], span.part(member, flat))
-            weight = span.part(member, masters[number])
-            assert torch.equal(member.parameter, weight.bfloat16())

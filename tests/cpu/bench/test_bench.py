@@ -237,7 +237,6 @@ def measured(
     return rows.all
 
 
-@pytest.mark.core
 @pytest.mark.dist
 def test_bench_pipeline_on_two_ranks() -> None:
     ways = ("eager", "compile", "layer", "chunk", "step")

@@ -56,6 +56,7 @@ def test_operations_are_six_for_a_weight_and_four_for_a_frozen_one() -> None:
     assert operations_per_token(adapters, [length]) == 4 * weights + attention
 
 
+@pytest.mark.slow
 def test_a_padded_and_a_packed_run_of_toys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,32 +131,6 @@ def test_tables_of_markdown() -> None:
     assert lines[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
 
 
-def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    table.main([str(path)])
-    printed = capsys.readouterr().out
-    page, other = tmp_path / "page.md", tmp_path / "other.md"
-    page.write_text(
-        "# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n"
-    )
-    other.write_text("<!-- step ti -->\n<!-- end -->\n<!-- step big -->\nold\n<!-- end -->\n")
-    table.main([str(path), "--into", str(page), str(other)])
-    assert "attention: flash" in other.read_text() and "old" not in other.read_text()
-    lines = page.read_text().splitlines()
-    assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
-    assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"]
-    assert any("1.00%" in line for line in lines)
-    for name in (
-        "tiny-2-layers, layers, attention: own",
-        "attention: flash",
-        "## padding",
-        "## memory",
-        "## capture",
-    ):
-        assert name in printed
-
-
 def test_the_pages_show_the_rows_that_there_are() -> None:
     """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into
     docs/benchmarks/*.md, and plot.py."""

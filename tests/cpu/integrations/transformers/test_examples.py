@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).parents[4] / "examples"
 # What each needs besides transformers, and how many calls two steps of warm-up leave to replays;
 # hf_trainer evaluates ten rows too.
 LOOPS = {
+    "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
     "hf_trainer": ("accelerate", ["--steps", "10"], 31 + 10),
     "trl_sft": ("trl", ["--steps", "10"], 18),
-    "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
     "fabric_loop": ("lightning_fabric", ["--steps", "10"], 8),
     "peft_lora": ("peft", ["--steps", "6"], 10),
 }

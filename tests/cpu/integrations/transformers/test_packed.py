@@ -121,20 +121,6 @@ def test_a_head_that_is_more_than_a_matrix_is_called(family):
     torch.testing.assert_close(-probabilities.sum() / batch_of().num_loss_tokens, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-@pytest.mark.few(3)
-def test_weights_that_accelerate_fetches_for_each_module(family):
-    """The head's too, which is then called: its weight is elsewhere."""
-    accelerate = pytest.importorskip("accelerate", reason="the hooks are of this library")
-    model = build(family).eval()
-    expected = document_loss(plain(model))
-    call = packed(model)
-    accelerate.cpu_offload(model, execution_device="cpu")
-    for made in (call, packed(model)):
-        with torch.no_grad():
-            torch.testing.assert_close(made(batch_of()), expected, **TOLERANCE)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
 @pytest.mark.few(4)

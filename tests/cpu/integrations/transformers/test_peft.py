@@ -174,6 +174,7 @@ def test_adapters_that_are_off_merged_added_or_deleted():
 
 
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+@pytest.mark.slow
 def test_adapters_that_are_off_for_a_block():
     loop = Loop()
     loop.steps(2)

@@ -162,7 +162,6 @@ def test_a_later_other_attention_of_an_unlisted_family_is_refused() -> None:
         live(batch_of())
 
 
-@pytest.mark.slow
 def test_layers_of_more_kinds_than_the_proof_shows_are_refused() -> None:
     made: Any = any_decoder("arcee", num_hidden_layers=proof.MOST_LAYERS + 2)
     for number, layer in enumerate(made.model.layers):

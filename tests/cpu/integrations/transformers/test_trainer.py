@@ -1,7 +1,6 @@
 """`PackedTrainer` with transformers' Trainer: what it trains is what the plain one trains, and
 graphs change no bit of it."""
 
-import copy
 import json
 import math
 import re
@@ -156,15 +155,6 @@ def test_checkpoints_are_those_of_the_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
-    trainer = trained(packing(tmp_path, **best, eval_strategy="steps", eval_steps=2))
-    assert trainer.stats.replayed == trainer.packing.packs - 2 + 12, "evaluations, too"
-    losses = logged(trainer, "eval_loss")
-    assert trainer.evaluate()["eval_loss"] == min(losses)
-
-
-@pytest.mark.slow
 def test_a_microbatch_may_take_several_packs(tmp_path):
     rows = [packgraph.Capacity(tokens=48, documents=4)]
     ours = trained(packing(tmp_path / "several", optim="sgd", capacities=rows))
@@ -179,7 +169,6 @@ def test_a_microbatch_may_take_several_packs(tmp_path):
     assert logged(ours, "packgraph/padding")[0] > 0
 
 
-@pytest.mark.slow
 def test_documents_that_are_too_long(tmp_path):
     rows = [packgraph.Capacity(tokens=20, documents=4)]
     with pytest.raises(ValueError, match="the largest capacity takes documents of 20"):
@@ -255,17 +244,6 @@ def test_rows_that_cannot_be_packed_are_refused_when_the_trainer_is_made(table, 
     assert logged(trained(packing(tmp_path, data=data, **rows)), "loss") == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("counted", ["all", "non_padding"])
-@pytest.mark.few(2)
-def test_tokens_are_counted(counted, tmp_path):
-    trainer = trained(packing(tmp_path, include_num_input_tokens_seen=counted))
-    report = trainer.packing
-    expected = report.tokens if counted == "non_padding" else report.places
-    assert trainer.state.num_input_tokens_seen == expected
-    parameters = trainer.model.num_parameters(exclude_embeddings=True)
-    assert trainer.state.total_flos == 6 * report.places * parameters
-
-
 @pytest.mark.slow
 def test_evaluation_replays_and_leaves_training_alone(tmp_path):
     trainer = packing(tmp_path)
@@ -274,15 +252,6 @@ def test_evaluation_replays_and_leaves_training_alone(tmp_path):
     assert trainer.evaluate()["eval_loss"] < before
     assert trainer.predict(TEST).metrics["test_loss"] < before
     assert dict(trainer.stats.fallbacks) == {"warm-up": 4}, "two of either kind"
-
-
-def test_another_model_is_graphed_anew(tmp_path):
-    trainer = trained(packing(tmp_path))
-    first = trainer.graphed
-    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
-    trained(trainer)
-    assert trainer.graphed is not first
-    assert trainer.stats.replayed == trainer.packing.packs // 2 - 2 > 0
 
 
 @pytest.mark.slow
