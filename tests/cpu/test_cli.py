@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import re
@@ -225,6 +224,7 @@ def test_the_commands_at_the_end_of_a_run_work(
         assert "curves" not in found
 
 
+@pytest.mark.slow
 def test_documents_that_were_left_out_are_said_and_counted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
 ) -> None:
@@ -273,6 +273,7 @@ def test_bad_documents_are_skipped_when_asked_said_and_counted(
     assert counts["bad"] == 3 and len(counts["first_bad"]) == 3
 
 
+@pytest.mark.slow
 def test_a_config_file_of_a_run_resumes_that_run(tmp_path: Path, data: list[str]) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3"]
     assert cli.main(words) == 0 and cli.main(words) == 0
@@ -359,6 +360,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert f"{part}: damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_is_taken_when_the_newest_are_damaged(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
 ) -> None:
@@ -388,6 +390,7 @@ def test_an_older_checkpoint_is_taken_when_the_newest_are_damaged(
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_line_of_metrics_is_left_out_and_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
 ) -> None:
@@ -427,6 +430,7 @@ def test_what_cannot_be_captured_ends_a_strict_run_in_one_block(
         (1500, r"config\.json: could not be written: File too large"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
     tmp_path: Path, data: list[str], size: int, what: str
 ) -> None:
@@ -439,38 +443,6 @@ def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
     assert code == 2 and "Traceback" not in text, text
     assert re.search(f"packgraph: error: .*{what}", text)
     assert not list((tmp_path / "runs" / "qwen3-tiny").glob("checkpoints/*"))
-
-
-def test_a_late_error_of_the_data_leaves_the_name_free(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
-) -> None:
-    with (tmp_path / "data.jsonl").open("a") as stream:
-        stream.write('{"text": "' + "x" * 100 + '"}\n')
-    words = [
-        "train",
-        "qwen3-tiny",
-        *SMALL,
-        *data,
-        "--run.name",
-        "mine",
-        "--run.steps",
-        "4",
-        "--data.overlong",
-    ]
-    assert cli.main([*words, "error"]) == 2
-    assert "data.jsonl:41 has 102 tokens" in capsys.readouterr().err
-    assert cli.main([*words, "drop"]) == 0
-
-
-def test_more_documents_than_the_cap_run_eagerly(tmp_path: Path, data: list[str]) -> None:
-    assert (
-        cli.main(
-            ["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]
-        )
-        == 0
-    )
-    summary = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())
-    assert summary["fallbacks"]["more documents than any capacity"] > 0
 
 
 def test_a_loss_that_is_no_number_ends_with_one(
@@ -500,6 +472,7 @@ def test_a_loss_that_is_no_number_ends_with_one(
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU]
 )
+@pytest.mark.few(5)
 def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(
     tmp_path: Path, data: list[str], number: signal.Signals
 ) -> None:
@@ -629,6 +602,7 @@ def test_a_signal_at_the_last_step_is_no_interruption() -> None:
 
 
 @pytest.mark.parametrize("name", [["--run.name", "mine"], []])
+@pytest.mark.few(2)
 def test_a_run_that_was_made_meanwhile_is_not_destroyed(
     name: list[str],
     tmp_path: Path,
@@ -662,14 +636,3 @@ def test_a_run_that_was_made_meanwhile_is_not_destroyed(
         p.name for p in folder.iterdir()
     ) == [".claim", "checkpoints", "summary.json"]
     assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_long_imports_collect_no_garbage(collects: bool) -> None:
-    (gc.enable if collects else gc.disable)()
-    try:
-        with cli._long_imports():
-            assert not gc.isenabled()
-        assert gc.isenabled() is collects
-    finally:
-        gc.enable()

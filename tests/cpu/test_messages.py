@@ -10,14 +10,6 @@ from packgraph.cli import main
 from packgraph.graphs.fallback import Stats
 
 
-def test_nothing_dropped_is_not_counted():
-    stats = Stats()
-    stats.dropped("module changed", 0)
-    assert not stats.recaptures
-    stats.dropped("module changed", 2)
-    assert stats.recaptures == {"module changed": 2}
-
-
 def test_stats_print_as_a_short_table():
     capacity = packgraph.Capacity(tokens=8, documents=2)
     graphed = packgraph.graph(torch.nn.Linear(4, 4), capacities=[capacity], warmup=1)
@@ -66,11 +58,3 @@ def test_data_may_have_the_name_of_an_option(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "json", "qwen3-tiny"]) == 0
     assert "1 document of " in capsys.readouterr().out
-
-
-def test_a_schedule_of_few_microbatches_says_what_it_uses(capsys):
-    assert (
-        main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4", "--group", "3"]) == 0
-    )
-    told = " ".join(capsys.readouterr().out.split())
-    assert "9 slots on the fullest rank" in told and "these microbatches use 7" in told

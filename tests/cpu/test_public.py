@@ -108,6 +108,7 @@ graphed(3)
 """
 
 
+@pytest.mark.slow
 def test_type_checkers_see_what_a_graphed_module_takes_and_returns(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)

@@ -19,7 +19,6 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_folder import CHECKPOINTS
 from packgraph.train.signals import StopRequest
 
-pytestmark = [pytest.mark.dist, pytest.mark.core]
 DP2 = Layout(dp=2)
 
 
@@ -114,6 +113,7 @@ def train_on_a_full_disk(mesh, folder, rank, where):
     return "", run.step
 
 
+@pytest.mark.core
 def test_a_save_that_fails_beside_training_ends_all_ranks_at_one_step(tmp_path):
     told = run_ranks(train_on_a_full_disk, 2, tmp_path, 0, "describe", layout=DP2)
     assert told[0] == told[1]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from packgraph.parallel.layout import Layout
-from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Holding, Pieces, collect, deliveries, rectangles
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -79,11 +78,3 @@ def test_the_first_rank_gets_all_and_the_others_nothing():
     assert first.keys() == expected.keys() and not second
     for name, value in expected.items():
         assert torch.equal(first[name], value) and first[name].dtype == value.dtype, name
-
-
-def test_one_process_gets_copies_of_its_own():
-    mine = {"a": torch.ones(2, 3), "none": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
-    found = dict(collect(single_process(), mine))
-    assert all(torch.equal(found[name], value) for name, value in mine.items())
-    found["a"].zero_()
-    assert mine["a"].all()

@@ -306,12 +306,6 @@ def test_what_cannot_be_is_refused_with_reasons(kind, layout, world, options, re
     assert any(reason in problem for problem in problems(kind, layout, world, **options))
 
 
-def test_a_number_of_ranks_is_at_least_one():
-    assert not problems("ulysses", CP2_TP2, 4)
-    with pytest.raises(ValueError, match="cp must be at least 1, got 0"):
-        ParallelConfig(cp=0)
-
-
 def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
     assert not problems("zigzag", CP4, 4, asked="auto") and not problems("zigzag", CP2, 2)
     (problem,) = problems("zigzag", CP4, 4, asked="auto", capacities=(Capacity(64, 4, 30),))

@@ -12,8 +12,8 @@ from distkit import run_ranks
 
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention import varlen as attention_varlen
-from packgraph.ops.attention.api import attention, attention_metadata, gather_parts, prefixes
-from packgraph.ops.attention.context import ContextGroup, own_rows, swap_parts, whole_rows
+from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.context import ContextGroup, own_rows
 from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.zigzag import zigzag_tables
 from packgraph.packing.batch import PackedBatch
@@ -275,45 +275,6 @@ def test_documents_do_not_see_each_other_nor_padding(kind):
         )
         assert torch.equal(before[:14], after[:14]) and torch.equal(before[34:], after[34:])
         assert not torch.equal(before[14:34], after[14:34])
-
-
-def swap_twice(mesh):
-    context = context_of(mesh, "ulysses")
-    x = torch.arange(3 * 4, dtype=torch.float32).reshape(3, 4) + 100 * mesh.rank
-    once = swap_parts(x, context.name)
-    with pytest.raises(ValueError, match="4 query heads cannot be shared by the 3 ranks"):
-        whole_rows(torch.zeros(2, 4, 2), torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), context)
-    with pytest.raises(ValueError, match="must be of one dtype"):
-        whole_rows(
-            torch.zeros(2, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2).double(), context
-        )
-    return once, torch.equal(swap_parts(once, context.name), x)
-
-
-def test_parts_are_swapped():
-    results = run_ranks(swap_twice, 3, layout=Layout(cp=3))
-    assert all(back for _, back in results)
-    for place, (found, _) in enumerate(results):
-        expected = torch.arange(4.0) + 4 * place + 100 * torch.arange(3)[:, None]
-        assert torch.equal(found, expected)
-
-
-def gathered(mesh):
-    context = context_of(mesh, "zigzag")
-    x = (torch.arange(3.0) + 10 * mesh.rank).bfloat16().requires_grad_()
-    every = gather_parts(x, context.name, context.size)
-    every.backward((torch.ones(3, 3) * (mesh.rank + 1)).bfloat16())
-    with pytest.raises(ValueError, match="must be of one dtype"):
-        prefixes(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2).double(), None, context)
-    return every.detach(), x.grad
-
-
-def test_parts_are_gathered_and_their_gradients_summed():
-    for every, gradient in run_ranks(gathered, 3, layout=Layout(cp=3)):
-        assert torch.equal(
-            every, torch.stack([torch.arange(3.0) + 10 * rank for rank in range(3)]).bfloat16()
-        )
-        assert gradient.tolist() == [6.0] * 3
 
 
 def compiled(mesh, kind):

@@ -70,11 +70,6 @@ def test_parameters_keep_identity_values_and_ties():
     }
 
 
-def test_nothing_to_train_is_an_error():
-    with pytest.raises(ValueError, match="no parameter that needs a gradient"):
-        FlatParameters([("frozen", nn.Parameter(torch.ones(2), requires_grad=False))], None)
-
-
 def test_a_gradient_made_elsewhere_is_taken_in():
     weight = nn.Parameter(torch.ones(4))
     flat = FlatParameters([("weight", weight)], None)
@@ -116,18 +111,6 @@ def test_hooks_of_two_threads_send_spans_in_their_order():
     flat.other_is_done.set()
     other.join()
     assert flat.sent == [0, 1]
-
-
-def test_only_nodes_of_its_parameters_are_watched(monkeypatch):
-    ours, foreign = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    flat = FlatParameters([("ours", ours)], None)
-    flat.group = object()  # there is something to overlap; the span itself is sent to nobody
-    heard = []
-    monkeypatch.setattr(flat, "ready", heard.append)
-    loss = (ours * foreign).sum()
-    flat.overlap(loss)
-    loss.backward()
-    assert [list(map(id, parameters)) for parameters in heard] == [[id(ours)]]
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])

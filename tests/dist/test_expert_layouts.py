@@ -156,8 +156,8 @@ def with_few_pages(mesh, layout, granularity, shard):
 @pytest.mark.parametrize(
     ("layout", "granularity", "shard"),
     [
-        pytest.param(Layout(dp=2, ep=2), "layer", "none", marks=pytest.mark.core),
         pytest.param(Layout(dp=2), "chunk", "parameters", marks=pytest.mark.core),
+        (Layout(dp=2, ep=2), "layer", "none"),
         (Layout(dp=2), "layer", "gradients"),
         (Layout(dp=2, ep=2), "layer", "parameters"),
         pytest.param(Layout(dp=4, ep=2), "chunk", "parameters", marks=pytest.mark.slow),

@@ -13,7 +13,7 @@ from torch import nn
 
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 from packgraph.moe.dispatch.over_ranks import make_dispatcher
-from packgraph.parallel.expert import keep_experts, split_experts
+from packgraph.parallel.expert import split_experts
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Pieces, collect, stored
@@ -176,19 +176,3 @@ def split_twice(mesh):
 
 def test_experts_are_split_once():
     assert all(run_ranks(split_twice, 2, layout=Layout(ep=2)))
-
-
-def test_experts_that_are_here_are_those_of_the_dispatcher():
-    model = Net()
-    keep_experts(model, range(2, 4))
-    with pytest.raises(
-        ValueError, match="has 2 of 8 experts, from 2 on; its dispatcher 8, from 0 on"
-    ):
-        split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0))
-
-
-def test_every_parameter_of_experts_is_a_stack():
-    model = Net()
-    model.layers[0].experts.bias = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"layers\.0\.experts: every parameter must be a stack"):
-        split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0))

@@ -1,7 +1,5 @@
 """Layers that some of the replicas share, such as those of a host: two pairs of four processes."""
 
-import dataclasses
-import functools
 import itertools
 from unittest import mock
 
@@ -19,9 +17,6 @@ from packgraph.parallel.ranks import stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.feed import MicrobatchAssignment
-from packgraph.train.validate import validate
-from packgraph.verification.matrix import budget_over, config_for, random_packs
-from packgraph.verification.ranks import STATE, verify_ranks
 
 PAIRS = {"shard_ranks": 2}
 
@@ -187,37 +182,3 @@ def test_combinations(case):
     options = {"packs": 4, "steps": 4}
     for eager, graph in run_ranks(run_kinds, 4, kinds, options, CASES[case], seconds=200.0):
         assert graph["replayed"] and not differences(eager, graph)
-
-
-def verified(mesh, layout, granularity):
-    config = config_for(layout, granularity, 4)
-    config = dataclasses.replace(
-        config,
-        graph=dataclasses.replace(config.graph, strict=True),
-        parallel=dataclasses.replace(
-            config.parallel, shard="parameters", shard_ranks=layout.shard_ranks
-        ),
-    )
-    assert not validate(config, "cpu", world=mesh.world)
-    packs = functools.partial(random_packs, seed=1)
-    return verify_ranks("hybrid", config, packs, CPU, mesh, budget=budget_over(layout.dp))
-
-
-@pytest.mark.parametrize(
-    ("layout", "granularity"),
-    [
-        (Layout(dp=4, **PAIRS), "layer"),
-        (Layout(dp=2, cp=2, **PAIRS), "layer"),
-        (Layout(dp=4, ep=2, **PAIRS), "layer"),
-        pytest.param(Layout(dp=4, pp=2, **PAIRS), "chunk", marks=pytest.mark.slow),
-        pytest.param(Layout(dp=4, tp=2, **PAIRS), "layer", marks=pytest.mark.slow),
-        pytest.param(Layout(dp=4, ep=2, cp=2, shard_ranks=4), "layer", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_layouts_are_verified(layout, granularity):
-    """Graphs against eager bit by bit, and the run against one process."""
-    world = layout.dp * layout.inner
-    for report in run_ranks(verified, world, layout, granularity, layout=layout, seconds=250.0):
-        assert report.good and report.one_process.good, report
-        assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()

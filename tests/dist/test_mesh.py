@@ -137,26 +137,6 @@ def test_ranks_are_connected_before_anything_fills_their_devices(monkeypatch):
     assert calls[:4] == ["init_process_group", "all_reduce", "mesh", "work"]
 
 
-def sum_along_axes(mesh):
-    sums = {}
-    for axis in ("dp", "tp"):
-        value = torch.tensor([mesh.rank])
-        dist.all_reduce(value, group=mesh.group(axis))
-        sums[axis] = int(value)
-    return mesh.place, sums, mesh.group("pp") is None
-
-
-def test_groups_follow_the_axes():
-    results = run_ranks(sum_along_axes, 4, layout=Layout(tp=2))
-    assert [sums for _, sums, _ in results] == [
-        {"dp": 2, "tp": 1},
-        {"dp": 4, "tp": 1},
-        {"dp": 2, "tp": 5},
-        {"dp": 4, "tp": 5},
-    ]
-    assert all(alone for _, _, alone in results)
-
-
 @given(*[st.integers(1, 3)] * 5)
 def test_groups_of_replicas_and_ranks_that_share_rows_divide_the_ranks(edp, ep, pp, cp, tp):
     layout = Layout(dp=edp * ep, pp=pp, cp=cp, tp=tp, ep=ep)
@@ -183,23 +163,6 @@ def sum_over_experts(mesh):
             assert mesh.size(axis) == dist.get_world_size(mesh.group(axis))
         sums[axis] = int(value)
     return sums
-
-
-@pytest.mark.parametrize(
-    ("layout", "sums"),
-    [
-        (Layout(ep=2), [(6, 1, 2), (6, 1, 4), (6, 5, 2), (6, 5, 4)]),
-        (Layout(ep=4), [(6, 6, 0), (6, 6, 1), (6, 6, 2), (6, 6, 3)]),
-        (Layout(), [(6, rank, 6) for rank in range(4)]),
-        (Layout(tp=2, ep=2), [(2, 2, 0), (4, 4, 1), (2, 2, 2), (4, 4, 3)]),
-    ],
-    ids=str,
-)
-def test_groups_of_experts(layout, sums):
-    """Without rows that are shared, the joined axes are dp and edp."""
-    assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == [
-        (*found, found[0], found[2]) for found in sums
-    ]
 
 
 @pytest.mark.parametrize(

@@ -297,32 +297,6 @@ def test_a_factor_that_cannot_hold_a_balanced_load_is_refused():
         PaddedDispatcher(EXPERTS, None, 0.5)
 
 
-def share(mesh):
-    with pytest.raises(ValueError, match="7 experts cannot be shared equally by 2 ranks"):
-        HostSplitsDispatcher(7, mesh.group("ep"))
-    dispatcher = PaddedDispatcher(EXPERTS, mesh.group("ep"), 1.5)
-    return dispatcher.first, dispatcher.count, dispatcher.room(20), dispatcher.room(64)
-
-
-def test_each_rank_knows_its_experts_and_its_room():
-    assert run_ranks(share, 2, layout=Layout(ep=2)) == [(0, 4, 16, 48), (4, 4, 16, 48)]
-
-
-def test_dispatchers_have_names():
-    kinds = {
-        "local": LocalDispatcher,
-        "host_splits": HostSplitsDispatcher,
-        "padded": PaddedDispatcher,
-    }
-    for name, kind in kinds.items():
-        assert type(make_dispatcher(name, EXPERTS, None, 2.0)) is kind
-    with pytest.raises(
-        ValueError,
-        match="no dispatcher 'alltoall'; there are local, host_splits, padded, symmetric",
-    ):
-        make_dispatcher("alltoall", EXPERTS, None, 2.0)
-
-
 def narrow(mesh):
     """In bfloat16, as on devices: what arrives is what was sent, bit for bit."""
     x, experts, weights = draw_routing(mesh.rank, 12, 2, EXPERTS, dtype=torch.bfloat16)

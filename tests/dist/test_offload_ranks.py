@@ -232,7 +232,6 @@ def frozen_and_moved(mesh, folder, settings):
     return every
 
 
-@pytest.mark.core
 def test_frozen_weights_in_shared_memory_do_not_move(tmp_path):
     """They are no leaves that need gradients, so their addresses tell them from activations. Where
     nothing does they move, while other layers are gathered over them (control)."""

@@ -49,7 +49,7 @@ def run_ways(mesh, ways, changes, options):
 def test_two_ranks_have_the_bits_of_collectives(shard, granularity):
     ways = [(shard, False, False), (shard, False, True), (shard, True, True)]
     changes = {"graph_options": {"granularity": granularity, "strict": True}}
-    options = {"packs": 3, "uneven": True}
+    options = {"packs": 3, "uneven": True, "steps": 4}
     for collectives, peers, graph in run_ranks(run_ways, 2, ways, changes, options):
         assert not differences(collectives, peers)
         assert graph["replayed"] >= 3 and not differences(peers, graph)

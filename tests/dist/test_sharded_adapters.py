@@ -11,7 +11,6 @@ from tracekit import differences
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
-from packgraph.train.memory import need_of
 
 pytest.importorskip("peft")
 SMALL, LARGE = {"rank": 1}, {"rank": 8}  # adapters that stay whole, and that are sharded, too
@@ -75,24 +74,6 @@ def test_frozen_weights_have_no_gradients_and_are_in_no_checkpoint(lora):
         assert frozen / 2 <= kept <= frozen / 2 + 3 * 128 and not gradients
         assert sharded == (3 if lora is LARGE else 0)
         assert stored and all("lora_" in name for name in stored)
-
-
-def planned(mesh):
-    """Bytes of frozen weights, measured and planned."""
-    wide = {"hidden_size": 64, "intermediate_size": 192, "num_layers": 12}
-    config = settings("parameters", model=wide, lora=SMALL)
-    model = build_chunks(config, CPU, mesh)
-    flat = make_optimizer(model, config, mesh).flat
-    tensors = [p for _, p in model.named_parameters() if not p.requires_grad]
-    tensors += [span.kept_parameters for span in flat.frozen]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(sizes.values()), need_of(config, "cpu", mesh.world).weights
-
-
-def test_bytes_of_the_frozen_model_are_predicted():
-    for measured, expected in run_ranks(planned, 2):
-        assert expected == pytest.approx(measured, rel=0.05)
 
 
 def sent(mesh):

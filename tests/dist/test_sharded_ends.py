@@ -1,7 +1,5 @@
 """Embedding and head that ranks share as they share layers."""
 
-import dataclasses
-import functools
 from unittest import mock
 
 import pytest
@@ -9,12 +7,8 @@ from distkit import CPU, run_ranks
 from shardedkit import settings, train
 from tracekit import differences
 
-from packgraph.parallel.layout import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
-from packgraph.train.validate import validate
-from packgraph.verification.matrix import budget_over, config_for, random_packs
-from packgraph.verification.ranks import verify_ranks
 
 ENDS = {"embed_tokens.weight", "lm_head.weight"}
 
@@ -47,28 +41,6 @@ def test_two_replicas_have_the_bits_of_whole_ends(case):
     for plain, eager, graph in run_ranks(runs, 2, "parameters", options, changes, seconds=200.0):
         assert not differences(plain, eager)
         assert graph["replayed"] >= 2 and not differences(eager, graph)
-
-
-def verified(mesh, layout):
-    made = config_for(layout, "chunk" if layout.pp > 1 else "layer", 4)
-    config = dataclasses.replace(
-        made,
-        model=dataclasses.replace(made.model, tie_embeddings=False),
-        graph=dataclasses.replace(made.graph, strict=True),
-        parallel=dataclasses.replace(made.parallel, shard="parameters"),
-    )
-    assert not validate(config, "cpu", world=mesh.world)
-    packs = functools.partial(random_packs, seed=1)
-    return verify_ranks(
-        "sharded", config, packs, CPU, mesh, apart=False, budget=budget_over(layout.dp)
-    )
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2, pp=2), Layout(dp=2, tp=2)], ids=str)
-def test_graphs_of_other_layouts_equal_eager(layout):
-    """Stages have one of the two; tensor parallel ranks share their rows of the vocabulary."""
-    for report in run_ranks(verified, 4, layout, layout=layout, seconds=200.0):
-        assert report.good and report.one_process.good and not report.silent_ranks(), report
 
 
 def exchanged(mesh):

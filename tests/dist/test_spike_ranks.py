@@ -57,9 +57,7 @@ def trained(mesh, folder, made, factor):
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        pytest.param(
-            name, policy, marks=[pytest.mark.core] * ((name, policy) == ("dp2", "rollback"))
-        )
+        pytest.param(name, policy)
         for name in ("dp2", "tp2", "pp2", "cp2")
         for policy in ("skip", "rollback")
     ],

@@ -33,7 +33,7 @@ from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
 
 TP2 = Layout(tp=2)
-STEPS = 10
+STEPS = 6
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ STEPS = 10
 def test_graphs_equal_eager_on_every_rank(sequence, options):
     options = {"steps": STEPS, "dropout": 0.2, "sequence": sequence, "set_to_none": True, **options}
     for eager, captured in run_ranks(train_both, 2, options, layout=TP2):
-        assert captured["replayed"] > 20
+        assert captured["replayed"] > 8
         assert not differences(eager, captured)
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph.parallel.layout import Layout
-from packgraph.parallel.mesh import single_process
-from packgraph.parallel.pipeline.links import shared_names, tie_groups
+from packgraph.parallel.pipeline.links import shared_names
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
 
@@ -24,10 +23,6 @@ def test_shared_names_are_those_of_several_ranks(names, order, size):
     for name in "abcd":
         holders = [rank for rank in pipeline if name in names[rank]]
         assert list(found.get(name, ())) == (holders if len(holders) > 1 else [])
-
-
-def test_one_stage_has_no_ties():
-    assert tie_groups(single_process(), ["a"]) == {}
 
 
 def two_steps(mesh, tied):

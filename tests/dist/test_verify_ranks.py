@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -20,11 +19,9 @@ from rich.console import Console
 from verifykit import BROKEN, break_gradient
 
 from packgraph.graphs.graphed import GraphedModule
-from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.layout import Layout
 from packgraph.train.features.moe import ExpertBalance
-from packgraph.train.progress import SILENT, Phases
 from packgraph.verification import compared_run as side
 from packgraph.verification.command import print_report, print_total
 from packgraph.verification.compare import DIFFERS, Difference
@@ -131,34 +128,6 @@ def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared(
     assert first == second and first.good
     assert first.ranks[0].made_again == first.ranks[1].made_again > 0
     assert "with more room for experts" in printed(first)
-
-
-def told(mesh, settings):
-    lines = []
-    report = verify_ranks(
-        "told",
-        settings,
-        packs,
-        CPU,
-        mesh,
-        budget=budget_of,
-        progress=Phases(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT,
-    )
-    return report, lines
-
-
-def test_how_far_the_comparisons_are_is_told():
-    (report, lines), (_, none) = run_ranks(told, 2, config(DP2, steps=3), layout=DP2)
-    assert report.good and none == []
-    assert lines == [
-        f"{phase}{text}"
-        for phase in ("told: ", "against one process: ")
-        for text in (
-            "step 1 of 3, 0:00:00, ETA 0:00:00",
-            "step 2 of 3, 0:00:00, ETA 0:00:00",
-            "3 steps in 0:00:00",
-        )
-    ]
 
 
 def biases_left_alone(mesh, settings):
@@ -343,37 +312,6 @@ def printed(report):
     return console.file.getvalue()
 
 
-def test_what_the_table_says():
-    sizes = Counter({Capacity(1024, 32): 2, Capacity(512, 16): 7})
-    good = VerifyReport(
-        "", steps=4, microbatches=9, rows=sizes, replayed=5, fallbacks={"warm-up": 4}
-    )
-    alone = OneProcessReport("float32", steps=4)
-    alone.note(FIRST_WEIGHTS, 0, "norm.weight", 0.0)
-    alone.note(LOSS, 2, "", 3e-7)
-    text = printed(RanksReport("run", (good, good), alone))
-    assert text.count("bitwise equal on every rank") == 6 and "10 / 8 warm-up" in text
-    assert "512x16: 7, 1024x32: 2" in text, "rows of the whole step, which every rank counts alike"
-    assert (
-        "3e-07 of at most 1e-05 (step 2)" in text
-        and "1 of 1 runs" in text
-        and "rounded in another order" in text
-    )
-    alone.note(GRADIENTS, 3, "norm.weight", 0.25)
-    text = printed(RanksReport("run", (good, good), alone))
-    assert (
-        "DIFFERS: 0.25, at most 1e-04 is allowed (step 3, norm.weight)" in text
-        and "0 of 1 runs" in text
-    )
-    silent = dataclasses.replace(good, replayed=0)
-    text = printed(RanksReport("run", (good, silent), None))
-    assert (
-        "Nothing was replayed on rank 1" in text
-        and "0 of 1 runs" in text
-        and "one process" not in text
-    )
-
-
 def test_the_first_difference_is_the_one_that_came_up_first():
     def report(*found):
         differences = {kind: Difference(step, name, "") for kind, step, name in found}
@@ -542,35 +480,3 @@ def test_the_rank_whose_graphs_are_wrong_is_named_by_one_run_after_the_other():
         for report in (lockstep, apart)
     )
     assert known == found and any(kind == "summed gradients" for _, kind, *_ in found)
-
-
-@pytest.mark.slow
-def test_torchrun_makes_one_run_after_the_other(tmp_path):
-    (tmp_path / "documents.txt").write_text(Path(__file__).read_text())
-    words = f"""verify qwen3-tiny --steps 4 --data.source text --data.path {tmp_path}/documents.txt
-        --run.device cpu --run.tokens-per-step 512 --model.num-layers 2
-        --graph.capacities 128x4,256x8 --parallel.tp 2 --apart
-        --skip-one-process""".split()
-    source = Path(__file__).parents[2] / "src"
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    good = subprocess.run(
-        [*launcher, "-m", "packgraph.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
-    )
-    assert good.returncode == 0, good.stderr
-    assert (
-        "1 of 1 runs bitwise equal on every rank" in good.stdout
-        and "against one process" not in good.stdout
-    )

@@ -136,6 +136,7 @@ def sync_nothing(path):
         (checkpoint, "write_synced", Path.write_text),
     ],
 )
+@pytest.mark.few(2)
 def test_a_save_that_does_not_sync_loses_checkpoints_and_the_test_sees_it(
     module, name, without, tmp_path, monkeypatch
 ):

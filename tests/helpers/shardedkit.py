@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,8 +120,3 @@ def broken(
         with mock.patch.object(owner, name, instead):
             found[what] = differences(expected, train(mesh, graph, late=True, **options))
     return found
-
-
-def folder_of(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

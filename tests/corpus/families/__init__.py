@@ -19,6 +19,5 @@ from corpus.families import (  # noqa: F401
     schemes,
     teachers,
     threads,
-    vision,
     writes,
 )

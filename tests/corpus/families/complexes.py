@@ -164,57 +164,6 @@ case(
 )
 
 
-class ComplexLinear(nn.Module):
-    """A complex layer of two real ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.real, self.imag = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, u):
-        return torch.complex(
-            self.real(u.real) - self.imag(u.imag), self.real(u.imag) + self.imag(u.real)
-        )
-
-
-class Spectral(nn.Module):
-    """A Fourier neural operator's layer: weights on the lowest frequencies."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.lift, self.form = nn.Linear(1, 4), form
-        self.weights = weight(4, 4, 3)
-        self.filter = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, x):
-        h = self.lift(x.reshape(1, -1, 1)[:, :8]).transpose(1, 2)
-        spectrum = torch.fft.rfft(h)
-        if self.form == "convolution":
-            return torch.fft.irfft(spectrum * torch.fft.rfft(self.filter), n=8)
-        out = torch.zeros_like(spectrum)
-        mixing = self.weights.conj() if self.form == "conjugated" else self.weights
-        out[:, :, :3] = torch.einsum("bix,iox->box", spectrum[:, :, :3], mixing)
-        return torch.fft.irfft(out, n=8)
-
-
-class Diagonal(nn.Module):
-    """A diagonal state-space model: powers of complex eigenvalues as a convolution kernel."""
-
-    def __init__(self, conjugate):
-        super().__init__()
-        self.log_rate, self.angle = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4) * 3)
-        self.c, self.conjugate = weight(4), conjugate
-
-    def forward(self, x):
-        poles = torch.exp(torch.complex(-self.log_rate.exp(), self.angle))
-        powers = poles[:, None] ** torch.arange(12, device=x.device)
-        read = self.c.conj() if self.conjugate else self.c
-        kernel = 2 * (read[:, None] * powers).sum(0).real
-        return torch.fft.irfft(
-            torch.fft.rfft(x.flatten(), n=24) * torch.fft.rfft(kernel, n=24), n=24
-        )[:12]
-
-
 class Rotary(nn.Module):
     """Rotary embeddings by complex numbers, from a complex buffer, as Llama's first code has it."""
 
@@ -234,28 +183,11 @@ class Rotary(nn.Module):
         return (q @ k.t()).softmax(-1) @ x
 
 
-for name, make in {
-    "complex linear": lambda: nn.Sequential(
-        _ToComplex(), ComplexLinear(), _Split(), ComplexLinear()
-    ),
-    "spectral layer": lambda: Spectral("plain"),
-    "spectral layer, conjugated": lambda: Spectral("conjugated"),
-    "FFT convolution": lambda: Spectral("convolution"),
-    "state space": lambda: Diagonal(False),
-    "state space, conjugated": lambda: Diagonal(True),
-    "rotary": lambda: Rotary(False),
-    "rotary, conjugated": lambda: Rotary(True),
-}.items():
-    add(GROUP, name, make, one_grad, documented=GRADIENT_LAYOUT)
-
-
-class _ToComplex(nn.Module):
-    def forward(self, x):
-        return torch.complex(x, x.flip(0))
-
-
-class _Split(nn.Module):
-    """ReLU of both parts, and a conjugation."""
-
-    def forward(self, u):
-        return torch.complex(u.real.relu(), u.imag.relu()).conj()
+for conjugate in (False, True):
+    add(
+        GROUP,
+        "rotary, conjugated" if conjugate else "rotary",
+        lambda conjugate=conjugate: Rotary(conjugate),
+        one_grad,
+        documented=GRADIENT_LAYOUT,
+    )

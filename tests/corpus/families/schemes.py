@@ -94,35 +94,12 @@ def adversaries(model, draw):
         }
 
 
-def frozen_adversary(model, draw):
-    device = model.linear.weight.device
-    generator = nn.Linear(4, 4).to(device)
-    for step in range(STEPS):
-        model.requires_grad_(step % 2 == 0)
-        loss = model(generator(draw(step).rows())).square().mean()
-        loss.backward()
-        yield {"generator": [p.grad for p in generator.parameters()], "loss": loss}
-        model.zero_grad()
-        generator.zero_grad()
-
-
 def wasserstein(model, draw):
     for step in range(STEPS):
         x = draw(step).rows(grad=True)
         score = model(x)
         slope = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
         loss = score.mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-        yield _stepped(model, loss)
-        model.zero_grad()
-
-
-def r1_every_fourth(model, draw):
-    for step in range(STEPS):
-        x = draw(step).rows(grad=step % 4 == 3)
-        score = model(x)
-        loss = score.mean()
-        if step % 4 == 3:
-            loss = loss + torch.autograd.grad(score.sum(), x, create_graph=True)[0].square().sum()
         yield _stepped(model, loss)
         model.zero_grad()
 
@@ -144,31 +121,6 @@ def surgery(model, draw):
                 )
             parts[0].grad = first
         yield {"found": [[g.clone() for g in one] for one in found]}
-        _sgd(model)
-        model.zero_grad()
-
-
-def surgery_saved(model, draw):
-    for step in range(STEPS):
-        saved = []
-        for task in range(3):
-            model(draw(10 * step + task).rows()).square().mean().backward()
-            saved.append(model.linear.weight.grad)
-            model.linear.weight.grad = None
-        yield {"saved": saved}
-        model.zero_grad()
-
-
-def surgery_by_grad(model, draw):
-    for step in range(STEPS):
-        out = model(draw(step).rows())
-        found = [
-            torch.autograd.grad(out[:, n].sum(), list(model.parameters()), retain_graph=n < 3)
-            for n in range(4)
-        ]
-        for parameter, *parts in zip(model.parameters(), *found, strict=True):
-            parameter.grad = torch.stack(parts).median(0).values
-        yield {"found": found}
         _sgd(model)
         model.zero_grad()
 
@@ -206,26 +158,6 @@ def averaged(model, draw):
             yield {"mean": mean(draw(step).rows())}
 
 
-def swapped_average(model, draw):
-    """Evaluation with averaged weights that are put into the same parameters."""
-    mean = {k: v.clone() for k, v in model.state_dict().items()}
-    for step in range(STEPS):
-        model(draw(step).rows()).square().mean().backward()
-        _sgd(model)
-        model.zero_grad()
-        with torch.no_grad():
-            for name, value in model.state_dict().items():
-                mean[name].lerp_(value, 0.1)
-        own = {k: v.clone() for k, v in model.state_dict().items()}
-        model.load_state_dict(mean)
-        model.eval()
-        with torch.no_grad():
-            out = model(draw(step).rows())
-        model.train()
-        model.load_state_dict(own)
-        yield {"out": out}
-
-
 def distilled(model, draw):
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
     for step in range(STEPS):
@@ -243,16 +175,6 @@ def contrastive(model, draw):
         model.zero_grad()
 
 
-def siamese(model, draw):
-    """One side without a gradient."""
-    for step in range(STEPS):
-        with torch.no_grad():
-            target = model(draw(50 + step).rows())
-        loss = (model(draw(step).rows()) - target).square().mean()
-        yield _stepped(model, loss)
-        model.zero_grad()
-
-
 def through_time(model, draw):
     for step in range(STEPS):
         state = draw(step).rows()
@@ -260,16 +182,6 @@ def through_time(model, draw):
             state = torch.tanh(model(state))
         loss = state.square().mean()
         yield _stepped(model, loss)
-        model.zero_grad()
-
-
-def truncated(model, draw):
-    state = draw(0).rows()
-    for _ in range(STEPS):
-        state = torch.tanh(model(state.detach()))
-        state.square().mean().backward()
-        _sgd(model)
-        yield {"state": state}
         model.zero_grad()
 
 
@@ -316,18 +228,6 @@ def microbatches(model, draw):
         model.zero_grad(set_to_none=False)
 
 
-def skipped_step(model, draw):
-    """Microbatches whose loss is not finite are left out."""
-    for step in range(STEPS):
-        for number in range(3):
-            loss = model(draw(10 * step + number).rows()).square().mean()
-            if float(loss) < 0.4:
-                loss.backward()
-        yield {"norm": [None if p.grad is None else p.grad.norm() for p in model.parameters()]}
-        _sgd(model)
-        model.zero_grad()
-
-
 def finetuned(model, draw):
     """Layers thaw one after the other."""
     model.requires_grad_(False)
@@ -337,16 +237,6 @@ def finetuned(model, draw):
             layers[step // 4].requires_grad_(True)
         loss = model(draw(step).rows()).square().mean()
         yield _stepped(model, loss)
-        model.zero_grad()
-
-
-def one_at_a_time(model, draw):
-    """Only one layer has a gradient in every step (block coordinate descent)."""
-    for step in range(STEPS):
-        model.linear.requires_grad_(step % 2 == 0)
-        model.other.requires_grad_(step % 2 == 1)
-        loss = model(draw(step).rows()).square().mean()
-        yield _stepped(model, loss, none=[p.grad is None for p in model.parameters()])
         model.zero_grad()
 
 
@@ -378,33 +268,6 @@ def evaluated(model, draw):
         model.zero_grad()
 
 
-def fisher(model, draw):
-    """Diagonal of the Fisher information by one backward per row."""
-    for step in range(3):
-        rows = model(draw(step).rows())
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for row in rows:
-            model.zero_grad()
-            row.square().sum().backward(retain_graph=True)
-            total = [t + p.grad.square() for t, p in zip(total, model.parameters(), strict=True)]
-        yield {"fisher": total}
-        model.zero_grad()
-
-
-def reversible(model, draw):
-    """The same rows twice with the same random numbers."""
-    for step in range(STEPS):
-        x = draw(step).rows()
-        torch.manual_seed(step)
-        first = model(x)
-        torch.manual_seed(step)
-        second = model(x)
-        (first * second).mean().backward()
-        _sgd(model)
-        yield {"first": first, "second": second}
-        model.zero_grad()
-
-
 def flat_buffer(model, draw):
     """One flat tensor of gradients for an all-reduce."""
     parameters = list(model.parameters())
@@ -419,22 +282,6 @@ def flat_buffer(model, draw):
         flat.div_(2.0)
         yield {"flat": flat}
         _sgd(model)
-
-
-def flat_parameters(model, draw):
-    """Parameters become views of one flat tensor after some steps."""
-    for step in range(STEPS):
-        if step == 3:
-            parameters = list(model.parameters())
-            flat = torch.cat([p.detach().flatten() for p in parameters])
-            start = 0
-            for parameter in parameters:
-                parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
-                start += parameter.numel()
-            model.__dict__["flat"] = flat
-        loss = model(draw(step).rows()).square().mean()
-        yield _stepped(model, loss, flat=model.__dict__.get("flat"))
-        model.zero_grad()
 
 
 def _stepped(model, loss, **facts):
@@ -454,37 +301,25 @@ def _sgd(model):
 for drive in (
     lbfgs,
     adversaries,
-    frozen_adversary,
     wasserstein,
-    r1_every_fourth,
     surgery,
-    surgery_saved,
-    surgery_by_grad,
     sharpness,
     averaged,
-    swapped_average,
     distilled,
     contrastive,
-    siamese,
     through_time,
-    truncated,
     policy,
     clipped_policy,
     attacked,
     microbatches,
-    skipped_step,
     finetuned,
-    one_at_a_time,
     restored,
     evaluated,
-    fisher,
-    reversible,
     flat_buffer,
-    flat_parameters,
 ):
     loop(
         (drive.__doc__ or drive.__name__.replace("_", " ")).strip(".").split("\n")[0],
-        lambda drive=drive: net(0.2 if drive in (reversible, microbatches, evaluated) else 0.0),
+        lambda drive=drive: net(0.2 if drive in (microbatches, evaluated) else 0.0),
         drive,
     )
 

@@ -48,33 +48,6 @@ def forward_here_backward_there(model, draw):
         model.zero_grad()
 
 
-def forward_there_backward_here(model, draw):
-    for step in range(6):
-        found = []
-        together(lambda step=step, found=found: found.append(model(draw(step).rows())))
-        found[0].square().mean().backward()
-        yield {"out": found[0]}
-        model.zero_grad()
-
-
-def two_forwards_at_once(model, draw):
-    """Forwards run at the same time, backwards in turns."""
-    for step in range(8):
-        found = {}
-        together(
-            *(
-                lambda n=n, step=step, found=found: found.update(
-                    {n: model(draw(10 * step + n).rows())}
-                )
-                for n in (0, 1)
-            )
-        )
-        for n in (0, 1):
-            found[n].square().mean().backward()
-        yield {"out": [found[0], found[1]]}
-        model.zero_grad()
-
-
 def two_backwards_at_once(model, draw):
     """Gradients of inputs and of outputs are compared; sums of two are the same in both orders."""
     for step in range(8):
@@ -101,35 +74,6 @@ def two_loops_at_once(model, draw):
         together(lambda: train(0), lambda: train(1))
         yield {"found": [found[key] for key in sorted(found)]}
         model.zero_grad()
-
-
-def evaluation_beside_training(model, draw):
-    for step in range(8):
-        x, found = draw(step).rows(), []
-
-        def evaluate(x=x, found=found):
-            with torch.no_grad():
-                found.append(model(x))
-
-        out = model(x)
-        together(evaluate, out.square().mean().backward)
-        yield {"out": out, "found": found}
-        model.zero_grad()
-
-
-def another_module_in_each_thread(model, draw):
-    """Two threads train a module each; the second is not graphed."""
-    device = model.linear.weight.device
-    other = nn.Linear(4, 4).to(device)
-    for step in range(6):
-        x = draw(step).rows()
-        together(
-            lambda x=x: model(x).square().mean().backward(),
-            lambda x=x: other(x).square().mean().backward(),
-        )
-        yield {"other": [p.grad.clone() for p in other.parameters()]}
-        model.zero_grad()
-        other.zero_grad()
 
 
 def drawing_beside_a_capture(model, draw):
@@ -202,12 +146,8 @@ def thread_under_no_grad(model, draw):
 for drive in (
     one_thread_of_its_own,
     forward_here_backward_there,
-    forward_there_backward_here,
-    two_forwards_at_once,
     two_backwards_at_once,
     two_loops_at_once,
-    evaluation_beside_training,
-    another_module_in_each_thread,
     drawing_beside_a_capture,
     threads_drawing_from_the_global_generator,
     thread_changes_the_module,

@@ -1,6 +1,5 @@
 """Effects of forward beside its outputs, and numbers that it reads on the host."""
 
-import array
 import ctypes
 import functools
 import sys
@@ -29,41 +28,11 @@ def counter_in_a_numpy_array():
     train(Own(forward, n=np.zeros(1)), observe=lambda m: float(m.n[0]))
 
 
-@case
-def counter_in_arrayarray():
-    def forward(self, x):
-        self.n[0] += 1
-        return self.l(x) * self.n[0]
-
-    train(Own(forward, n=array.array("d", [0.0])), observe=lambda m: m.n[0])
-
-
-@case
-def counter_in_ctypes():
-    def forward(self, x):
-        self.n.value += 1
-        return self.l(x) * float(self.n.value)
-
-    train(Own(forward, n=ctypes.c_int(0)), observe=lambda m: m.n.value)
-
-
 cases(
     counter_on_a_function=lambda: train(
         Own(lambda m, x: m.l(x) * bump()), observe=lambda m: bump.n
     ),
 )
-
-
-@case
-def counter_in_a_thread_object():
-    class W(threading.Thread):
-        n = 0.0
-
-    def forward(self, x):
-        self.w.n += 1
-        return self.l(x) * self.w.n
-
-    train(Own(forward, w=W()), observe=lambda m: m.w.n)
 
 
 class AfterCounter:
@@ -194,20 +163,6 @@ cases(
 )
 
 
-@case
-def frombuffer_of_a_bytearray():
-    def ch(m, i, g):
-        m.raw[:] = np.full(4, i, dtype=np.float32).tobytes()
-
-    train(
-        Own(
-            lambda m, x: m.l(x) * torch.frombuffer(m.raw, dtype=torch.float32),
-            raw=bytearray(np.ones(4, dtype=np.float32).tobytes()),
-        ),
-        ch,
-    )
-
-
 # ---- composites that read the host
 @case
 def tensor_split_by_a_buffer():
@@ -238,22 +193,6 @@ def packed_sequence_by_lengths():
 
 
 @case
-def packed_sequence_same_total_other_split():
-    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.r = nn.GRU(4, 4, batch_first=True)
-
-        def forward(self, x, n):
-            out, _ = self.r(pack_padded_sequence(x, n, batch_first=True))
-            return pad_packed_sequence(out, batch_first=True, total_length=5)[0]
-
-    train(M(), inp=lambda i: (X(i, 2, 5, 4), torch.tensor([5, 1] if i < 5 else [3, 3])))
-
-
-@case
 def dynamic_quantisation_asks_scale():
     def forward(self, x):
         h = self.l(x)
@@ -261,39 +200,6 @@ def dynamic_quantisation_asks_scale():
         return h * q.q_scale()
 
     train(Own(forward))
-
-
-@case
-def quantised_per_tensor():
-    def forward(self, x):
-        h = self.l(x)
-        q = torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.quint8)
-        return h + q.dequantize().detach(), q.int_repr()
-
-    train(Own(forward))
-
-
-@case
-def fake_quantise_with_observer():
-    import torch.ao.quantization as Q
-
-    fq = Q.FakeQuantize(observer=Q.MovingAverageMinMaxObserver)
-    train(nn.Sequential(nn.Linear(4, 4), fq, nn.Linear(4, 4)))
-
-
-@case
-def fake_quantise_disabled_later():
-    import torch.ao.quantization as Q
-
-    fq = Q.FusedMovingAvgObsFakeQuantize()
-
-    def ch(m, i, g):
-        if i == 5:
-            m.apply(Q.disable_observer)
-        if i == 6:
-            m.apply(Q.disable_fake_quant)
-
-    train(nn.Sequential(nn.Linear(4, 4), fq, nn.Linear(4, 4)), ch)
 
 
 @case
@@ -349,18 +255,3 @@ cases(
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
     ),
 )
-
-
-@case
-def rrelu_and_fractional_pool():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.c = nn.Conv2d(3, 4, 3, padding=1)
-            self.r = nn.RReLU()
-            self.p = nn.FractionalMaxPool2d(2, output_size=3)
-
-        def forward(self, x):
-            return self.p(self.r(self.c(x)))
-
-    train(M(), inp=lambda i: X(i, 2, 3, 6, 6))

@@ -1,15 +1,11 @@
 """Arguments, keys, outputs, autograd, settings of torch, copies of modules."""
 
-import collections
 import contextlib
-import copy
-import enum
 import os
 import pickle
 import sys
 
 import torch
-import torch.nn.functional as F
 from corpus.hostile.kit import G, Own, X, case, cases, late, rec, train
 from torch import nn
 
@@ -24,19 +20,6 @@ def same_tensor_twice():
         return g(x, x)
 
     train(Own(lambda m, q, k: m.l(q) if q is k else m.o(q + k)), call=call)
-
-
-@case
-def attention_of_one_tensor():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.MultiheadAttention(16, 4, batch_first=True)
-
-        def forward(self, q, k, v):
-            return self.a(q, k, v)[0]
-
-    train(M(), inp=lambda i: X(i, 2, 7, 16), call=lambda g, x, i: g(x, x, x))
 
 
 @case
@@ -97,21 +80,6 @@ def contiguous_returned():
     )
 
 
-@case
-def channels_last_of_one_channel():
-    m = nn.Conv2d(1, 4, 3)
-    train(
-        m,
-        inp=lambda i: (
-            X(i, 2, 1, 5, 5)
-            .to(memory_format=torch.channels_last)
-            .as_strided((2, 1, 5, 5), (25, 1, 5, 1))
-        ),
-        grad=False,
-        call=lambda g, x, i: (lambda o: (rec(o.stride()), o)[1])(g(x)),
-    )
-
-
 cases(
     parameter_argument_in_turns=lambda: train(
         Own(lambda m, x: m.l(x) * (2.0 if isinstance(x, nn.Parameter) else 1.0)),
@@ -136,35 +104,6 @@ cases(
         inp=lambda i: (X(i), label(1.0 if i < 5 else 2.0)),
     ),
 )
-
-
-class Mode(enum.Enum):
-    A = 1
-
-
-@case
-def attribute_of_an_enum_argument():
-    Mode.A.scale = 1.0
-
-    train(
-        Own(lambda m, x, given: m.l(x) * given.scale),
-        late(lambda m: setattr(Mode.A, "scale", 2.0)),
-        inp=lambda i: (X(i), Mode.A),
-    )
-
-
-class Pair(collections.namedtuple("Pair", "a b")):
-    pass
-
-
-@case
-def attribute_of_a_named_tuple_argument():
-    def pair(i):
-        p = Pair(X(i), X(i + 50))
-        p.scale = 1.0 if i < 5 else 2.0
-        return p
-
-    train(Own(lambda m, p: m.l(p.a) * p.scale + p.b), inp=lambda i: (pair(i),))
 
 
 class Batch:
@@ -223,19 +162,6 @@ cases(
 )
 
 
-# ---- gradients
-@case
-def numpy_view_of_a_gradient_kept():
-    kept = []
-
-    def back(out, m, x, i):
-        out.sum().backward()
-        kept.append(m.weight.grad.numpy())
-        rec([torch.from_numpy(k.copy()) for k in kept])
-
-    train(nn.Linear(4, 4), back=back)
-
-
 @case
 def storage_of_a_gradient_kept():
     kept = []
@@ -266,22 +192,6 @@ def grad_dtype_float32_of_bf16():
 
 
 @case
-def sparse_gradient_of_an_output():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(7, 4))
-
-        def forward(self, x):
-            return self.w * 1.0
-
-    def back(out, m, x, i):
-        F.embedding(torch.tensor([1, 2, i % 7]), out, sparse=True).sum().backward()
-
-    train(M(), back=back)
-
-
-@case
 def sparse_embedding_and_dense_gradients():
     class M(nn.Module):
         def __init__(self):
@@ -308,15 +218,6 @@ def jacobian_of_the_module():
             g(X(i)).sum().backward()
         else:
             rec(torch.autograd.functional.jacobian(g, X(i)))
-
-
-@case
-def gradcheck_of_the_module():
-    m = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    g = G(m)
-    for i in range(3):
-        g(X(i).double()).sum().backward()
-    rec(torch.autograd.gradcheck(g, (X(5).double().requires_grad_(),)))
 
 
 @case
@@ -367,26 +268,6 @@ cases(
         late(lambda m: torch.utils.swap_tensors(m.l.weight, nn.Parameter(torch.ones(4, 4)))),
     ),
 )
-
-
-@case
-def averaged_model_of_the_graphed():
-    from torch.optim.swa_utils import AveragedModel
-
-    m = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    g = G(m)
-    o = torch.optim.SGD(m.parameters(), lr=0.1)
-    a = None
-    for i in range(8):
-        g(X(i)).pow(2).sum().backward()
-        o.step()
-        o.zero_grad()
-        if i == 3:
-            a = AveragedModel(g)
-        if a:
-            a.update_parameters(g)
-            rec(a(X(99)).detach())
-        rec(list(m.parameters()))
 
 
 @case
@@ -509,25 +390,6 @@ def amp_custom_function():
             return g(x)
 
     train(Own(lambda m, x: Fn.apply(m.l(x), m.o.weight)), call=call)
-
-
-@case
-def functional_optimizer_ema_and_lerp():
-    m = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    ema = copy.deepcopy(m)
-    g = G(m)
-    ge = G(ema)
-    o = torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True)
-    for i in range(8):
-        with torch.no_grad():
-            t = ge(X(i))
-        (g(X(i)) - t).pow(2).sum().backward()
-        o.step()
-        o.zero_grad()
-        with torch.no_grad():
-            for a, b in zip(ema.parameters(), m.parameters()):
-                a.lerp_(b, 0.1)
-        rec(t, list(m.parameters()), list(ema.parameters()))
 
 
 @case

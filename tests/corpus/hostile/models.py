@@ -165,29 +165,6 @@ cases(
 )
 
 
-def small(name, **k):
-    torch.manual_seed(1)
-    return getattr(transformers, name + "Config")(**k)
-
-
-@case
-def opt_with_layerdrop():
-    c = small(
-        "OPT",
-        vocab_size=48,
-        hidden_size=16,
-        ffn_dim=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=40,
-        word_embed_proj_dim=16,
-        layerdrop=0.5,
-        use_cache=False,
-        dropout=0.1,
-    )
-    lm(transformers.OPTForCausalLM(c).train(), mask="none")
-
-
 def peft_model(kind="lora", **k):
     import peft
 
@@ -220,85 +197,10 @@ cases(
 )
 
 
-@case
-def lora_disable_adapter_in_turns():
-    m = peft_model()
-    lm(
-        m, wrap=lambda i: m.disable_adapter() if i in (3, 6) else contextlib.nullcontext(), steps=9
-    ) if False else _lora_disable(m)
-
-
-def _lora_disable(m):
-    g = G(m)
-    o = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
-    for i in range(9):
-        x = ids(i)
-        full = (
-            torch.ones(6, 6, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1).contiguous()
-        )
-        with torch.no_grad(), m.disable_adapter():
-            ref = g(input_ids=x, labels=x, attention_mask=full).logits
-        out = g(input_ids=x, labels=x, attention_mask=full)
-        (out.loss + (out.logits - ref).pow(2).mean()).backward()
-        rec(f"step {i}", ref, out.loss, [p.grad for p in m.parameters()])
-        o.step()
-        o.zero_grad()
-
-
-@case
-def lora_two_adapters_switched():
-    import peft
-
-    m = peft_model()
-    torch.manual_seed(5)
-    m.add_adapter(
-        "b",
-        peft.LoraConfig(
-            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-        ),
-    )
-    lm(m, lambda m, i, g: m.set_adapter("b" if i % 3 == 2 else "default"), steps=10)
-
-
 cases(
     dora=lambda: lm(peft_model(use_dora=True)),
     prompt_tuning=lambda: lm(peft_model("prompt"), mask=True),
 )
-
-
-@case
-def lora_adapter_added_after_capture():
-    import peft
-
-    def ch(m, i, g):
-        if i == 5:
-            torch.manual_seed(5)
-            m.add_adapter(
-                "b",
-                peft.LoraConfig(
-                    r=2,
-                    target_modules=["q_proj", "v_proj"],
-                    init_lora_weights=False,
-                    task_type="CAUSAL_LM",
-                ),
-            )
-            m.set_adapter("b")
-
-    lm(peft_model(), ch)
-
-
-@case
-def class_forward_of_a_layer_patched_reads_global():
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    old = LlamaMLP.forward
-    LlamaMLP.forward = lambda self, x: old(self, x) * SCALE
-
-    def ch(m, i, g):
-        if i == 5:
-            HERE.SCALE = 1.5
-
-    lm(llama(), ch)
 
 
 cases(

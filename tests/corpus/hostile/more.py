@@ -31,20 +31,6 @@ def module_replaced_in_sys_modules():
     train(Own(forward), late(ch))
 
 
-@case
-def raw_storage_written_inside():
-    def forward(self, x):
-        y = self.l(x) * self.b.clone()
-        self.b.untyped_storage().fill_(0)
-        self.b.add_(i_of(self))
-        return y
-
-    def i_of(self):
-        return 2.0
-
-    train(Own(forward, buffers={"b": torch.ones(4)}))
-
-
 LOG = []
 
 
@@ -92,15 +78,6 @@ def weak_values_die():
             return self.l(x) * (1.0 if "a" in self.c else 5.0)
 
     train(M(), late(lambda m: delattr(m, "hold")))
-
-
-@case
-def submodule_compiled_by_own_backend():
-    def backend(gm, ex):
-        return lambda *a: tuple(o * 2 for o in gm(*a))
-
-    m = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Tanh(), backend=backend))
-    train(m)
 
 
 cases(

@@ -5,13 +5,9 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
-import ctypes
 import functools
-import operator
 import sys
-import threading
 import types
-import typing
 import weakref
 import xml.etree.ElementTree as ET
 
@@ -67,41 +63,6 @@ def linear_forward_patched_reads_global():
     train(Own(lambda m, x: m.o(m.l(x))), late(lambda m: setg(2.0)))
 
 
-@case
-def overridden_conv_forward():
-    class Conv(nn.Conv2d):
-        def _conv_forward(self, x, w, b):
-            return super()._conv_forward(x, w * SCALE, b)
-
-    train(Conv(3, 4, 3), late(lambda m: setg(2.0)), inp=lambda i: X(i, 2, 3, 5, 5))
-
-
-@case
-def function_vmap_staticmethod():
-    from torch.func import vmap as batched
-
-    class Double(torch.autograd.Function):
-        generate_vmap_rule = False
-
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return Double.apply(x) * SCALE, in_dims[0]
-
-    train(Own(lambda m, x: batched(Double.apply)(m.l(x))), late(lambda m: setg(2.0)))
-
-
 class CopyMe2:
     v = 1.0
 
@@ -155,22 +116,6 @@ cases(
 )
 
 
-class Props:
-    @property
-    def heat(self):
-        return SCALE
-
-
-@case
-def match_statement_reads_property():
-    def forward(self, x):
-        match self.c:
-            case Props(heat=h):
-                return self.l(x) * h
-
-    train(Own(forward, c=Props()), late(lambda m: setg(2.0)))
-
-
 class MyPartial(functools.partial):
     def __call__(self, *a):
         return super().__call__(*a) * SCALE
@@ -181,21 +126,6 @@ cases(
         Own(lambda m, x: m.f(m.l(x)), f=MyPartial(torch.tanh)), late(lambda m: setg(2.0))
     ),
 )
-
-
-@functools.lru_cache
-def cached_one(k):
-    return SCALE
-
-
-@case
-def attribute_of_an_lru_cache():
-    cached_one.scale = 1.0
-
-    train(
-        Own(lambda m, x: m.l(x) * cached_one.scale),
-        late(lambda m: setattr(cached_one, "scale", 2.0)),
-    )
 
 
 class scaled_property(property):
@@ -214,56 +144,6 @@ cases(
         Own(lambda m, x: m.l(x) * m.c.v, c=HasScaled()), late(lambda m: setg(2.0))
     ),
 )
-
-
-class Tagged(np.ndarray):
-    pass
-
-
-@case
-def attribute_of_an_array_subclass():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.a = np.ones(2).view(Tagged)
-            self.a.scale = 1.0
-
-        def forward(self, x):
-            return self.l(x) * self.a.scale
-
-    train(M(), late(lambda m: setattr(m.a, "scale", 2.0)))
-
-
-class FloatSlots(float):
-    __slots__ = ("scale",)
-
-
-@case
-def slot_of_a_float_subclass():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.a = FloatSlots(1.0)
-            self.a.scale = 1.0
-
-        def forward(self, x):
-            return self.l(x) * self.a.scale
-
-    train(M(), late(lambda m: setattr(m.a, "scale", 2.0)))
-
-
-@case
-def object_array_of_lists():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.a = np.empty(1, dtype=object)
-            self.a[0] = [1.0]
-
-        def forward(self, x):
-            return self.l(x) * self.a[0][0]
-
-    train(M(), late(lambda m: m.a[0].__setitem__(0, 2.0)))
 
 
 cases(
@@ -296,22 +176,6 @@ cases(
 )
 
 
-@case
-def ctypes_char_p_into_a_buffer():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            b = ctypes.create_string_buffer(b"1.0")
-            self.__dict__["keep"] = None
-            HERE.BUF = b
-            self.p = ctypes.c_char_p(ctypes.addressof(b))
-
-        def forward(self, x):
-            return self.l(x) * float(self.p.value)
-
-    train(M(), late(lambda m: setattr(HERE.BUF, "value", b"2.0")))
-
-
 # ---- names
 @case
 def builtin_function_replaced():
@@ -319,42 +183,6 @@ def builtin_function_replaced():
         builtins.max = lambda *a: 2.0
 
     train(Own(lambda m, x: m.l(x) * max(0.5, 1.0)), late(ch))
-
-
-class ConfigModule(types.ModuleType):
-    @property
-    def heat(self):
-        return SCALE
-
-
-@case
-def module_of_a_class_with_properties():
-    mod = ConfigModule("hconf")
-    sys.modules["hconf"] = mod
-    HERE.hconf = mod
-
-    train(Own(lambda m, x: m.l(x) * hconf.heat), late(lambda m: setg(2.0)))
-
-
-@case
-def pydoc_locate():
-    import pydoc
-
-    train(
-        Own(lambda m, x: m.l(x) * pydoc.locate("hset.SCALE")),
-        late(lambda m: setattr(hset, "SCALE", 2.0)),
-    )
-
-
-@case
-def attrgetter_dotted():
-    hset.inner = types.ModuleType("inner")
-    hset.inner.HEAT = 1.0
-
-    train(
-        Own(lambda m, x: m.l(x) * operator.attrgetter("inner.HEAT")(hset)),
-        late(lambda m: setattr(hset.inner, "HEAT", 2.0)),
-    )
 
 
 fetch = getattr
@@ -398,13 +226,6 @@ cases(
 
 
 @case
-def patched_torch_special():
-    torch.special.expit = lambda x: torch.sigmoid(x) * SCALE
-
-    train(Own(lambda m, x: torch.special.expit(m.l(x))), late(lambda m: setg(2.0)))
-
-
-@case
 def patched_einsum_of_functional():
     old = torch.einsum
     train(
@@ -426,17 +247,6 @@ def leaf_for_fx(x):
 
 
 torch.fx.wrap("leaf_for_fx")
-
-
-@case
-def singledispatch_registered_later():
-    @functools.singledispatch
-    def act(x):
-        return torch.tanh(x)
-
-    train(
-        Own(lambda m, x: act(m.l(x))), late(lambda m: act.register(torch.Tensor, lambda x: x * 3))
-    )
 
 
 cases(
@@ -478,19 +288,6 @@ def parameter_id_key():
     train(M())
 
 
-@case
-def parameter_in_a_set():
-    class M(Lin):
-        def __init__(self):
-            super().__init__()
-            self.special = {self.o.bias}
-
-        def forward(self, x):
-            return self.o(self.l(x)) + sum(p.sum() for p in self.parameters() if p in self.special)
-
-    train(M())
-
-
 class Scaled(nn.Parameter):
     def scaled(self):
         return self * 2
@@ -512,61 +309,3 @@ cases(
         late(lambda m: m.b.share_memory_()),
     ),
 )
-
-
-@case
-def tensor_subclass_buffer_class_state():
-    class T(torch.Tensor):
-        factor = 1.0
-
-        @classmethod
-        def __torch_function__(cls, func, types_, args=(), kwargs=None):
-            out = super().__torch_function__(func, types_, args, kwargs or {})
-            plain = out.as_subclass(torch.Tensor) if func is torch.Tensor.mul else out
-            return plain * SCALE if func is torch.Tensor.mul else out
-
-    train(
-        Own(
-            lambda m, x: (m.l(x) * m.b).as_subclass(torch.Tensor),
-            buffers={"b": torch.ones(4).as_subclass(T)},
-        ),
-        late(lambda m: setg(2.0)),
-    )
-
-
-@case
-def generic_alias_origin():
-    class Box(typing.Generic[typing.TypeVar("T")]):
-        def v(self):
-            return SCALE
-
-    HERE.Alias = Box[int]
-
-    train(Own(lambda m, x: m.l(x) * Alias().v()), late(lambda m: setg(2.0)))
-
-
-@case
-def instance_found_by_gc():
-    class Reg:
-        v = 1.0
-
-    HERE.reg_instances = weakref.WeakSet()
-    r = Reg()
-    r.v = 1.0
-    reg_instances.add(r)
-
-    train(
-        Own(lambda m, x: m.l(x) * next(iter(reg_instances)).v), late(lambda m: setattr(r, "v", 2.0))
-    )
-
-
-@case
-def thread_pool_initialised_local():
-    loc = threading.local()
-    loc.v = 1.0
-    ex = concurrent.futures.ThreadPoolExecutor(1, initializer=lambda: setattr(loc, "v", 1.0))
-
-    train(
-        Own(lambda m, x: m.l(x) * ex.submit(lambda: loc.v).result()),
-        late(lambda m: ex.submit(lambda: setattr(loc, "v", 2.0)).result()),
-    )

@@ -13,15 +13,11 @@ import bench_pipeline
 import pytest
 import torch
 from bench import main
-from bench_models import SHAPES, draw_batches, shape
 from bench_pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from bench_step import StepComparison
 from bench_ways import Graphed, compiled_stack
 from benchkit import SMALL
 from distkit import run_ranks
-from hypothesis import given
-from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
 from packgraph.bench.comparison import (
     Check,
@@ -29,14 +25,10 @@ from packgraph.bench.comparison import (
     Results,
     Sample,
     groups,
-    room_for_code,
     rounds_in_turn,
 )
 from packgraph.bench.rows import Rows, facts, figures, why
-from packgraph.models.decoder import DecoderModel
-from packgraph.packing.capacity import Capacity
 from packgraph.parallel.layout import Layout
-from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pipeline.links import make_links
 
 CPU = torch.device("cpu")
@@ -62,20 +54,6 @@ def options(**changes: Any) -> PipelineArguments:
         "microbatches": 3,
     }
     return PipelineArguments(**(usual | changes))
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
-def test_figures_are_ordered_and_within_the_values(values: list[float]) -> None:
-    found = figures(values)
-    assert (
-        min(values) - 1e-4
-        <= found["p10"]
-        <= found["median"]
-        <= found["p90"]
-        <= found["p99"]
-        <= max(values) + 1e-4
-    )
-    assert found["n"] == len(values)
 
 
 def test_figures_of_known_values() -> None:
@@ -128,40 +106,6 @@ def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
     assert row["figures"] == {} and row["reason"] == "OutOfMemoryError: tried to allocate 20 GiB"
     row = contest.row("odd", "ms", 1e-2)
     assert row["agrees"] is False and row["loss_difference"] == 1e30 and row["loss"] is None
-
-
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_shapes_take_another_number_of_layers(name: str) -> None:
-    assert shape(name, 2).num_layers == 2 and shape(name) == SHAPES[name]
-
-
-def test_documents_are_the_same_for_a_seed_and_fill_their_packs() -> None:
-    one, two = (
-        draw_batches(Capacity(128, 16), 12, 300, mean=40, sigma=1.0, seed=3) for _ in range(2)
-    )
-    assert len(one) == 12 and all(
-        torch.equal(a.data, b.data) for a, b in zip(one, two, strict=True)
-    )
-    assert sum(batch.num_tokens for batch in one) > 0.9 * 12 * 128
-    assert len({batch.lengths for batch in one}) > 6
-
-
-def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> None:
-    model, counter = DecoderModel(shape("tiny", 10), device=CPU), CompileCounter()
-    (batch,) = draw_batches(Capacity(32, 4), 1, 300, mean=10, sigma=0.5, seed=0)
-    results = []
-    for module in (model, compiled_stack(model, backend=counter)):
-        model.zero_grad()
-        with room_for_code():
-            loss = module(batch)
-        loss.backward()
-        results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
-    torch.compiler.reset()
-    assert counter.frame_count == 3, (
-        "embedding, a layer, head: not compiled again for another layer"
-    )
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_bench_step_writes_a_row_for_every_way(
@@ -273,45 +217,6 @@ def test_mistakes_are_refused(
     assert text in captured.err and captured.out == "" and "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--pp", "2"], "but 1 were started"),
-        (["--chunks", "2"], "would send to itself"),
-    ],
-)
-def test_pipelines_that_cannot_be_are_refused(
-    capsys: pytest.CaptureFixture[str], words: list[str], text: str
-) -> None:
-    assert main(["pipeline", "--device", "cpu", *words]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err and captured.out == ""
-
-
-def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    assert "python benchmarks/bench.py moe" in printed and "pipeline" in printed
-
-
-def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "pipeline",
-        *SMALL,
-        "--ways",
-        "eager",
-        "chunk",
-        "--rounds",
-        "2",
-        "--together",
-        "2",
-    ]
-    assert main(words) == 0
-    rows = rows_of(capsys.readouterr().out)
-    assert [row["way"] for row in rows] == ["eager", "chunk"]
-    assert all(row["bubble_share"] == 0.0 and row["reason"] is None for row in rows)
-
-
 def measured(
     mesh: Any, chosen: PipelineArguments, broken: str | None = None
 ) -> list[dict[str, Any]]:
@@ -332,7 +237,6 @@ def measured(
     return rows.all
 
 
-@pytest.mark.core
 @pytest.mark.dist
 def test_bench_pipeline_on_two_ranks() -> None:
     ways = ("eager", "compile", "layer", "chunk", "step")
@@ -349,47 +253,6 @@ def test_bench_pipeline_on_two_ranks() -> None:
         and len(one[3]["pool_bytes"]) == 2
         and len(one[3]["stage_ms"]) == 2
     )
-
-
-@pytest.mark.core
-@pytest.mark.dist
-def test_a_way_that_one_rank_cannot_run_is_left_out_by_all() -> None:
-    chosen = options(chunks=2, ways=("layer", "chunk", "step"))
-    for rows in run_ranks(measured, 2, chosen, "chunk", layout=Layout(pp=2)):
-        assert [row["way"] for row in rows] == ["layer", "chunk", "step"]
-        assert rows[0]["reason"] is None and rows[0]["figures"]["step_ms"]["n"] == 2
-        assert rows[1]["reason"] == "rank 1: RuntimeError: no room"
-        assert "need CUDA" in rows[2]["reason"]
-
-
-def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    step, calls = PipelineWay.step, []
-
-    def sometimes(self: PipelineWay, *arguments: Any) -> Any:
-        calls.append(self.name)
-        if self.name == "chunk" and calls.count("chunk") == 5:
-            raise RuntimeError("lost the device")
-        return step(self, *arguments)
-
-    rows = Rows(facts(CPU, "abc123"))
-    with (
-        mock.patch.object(PipelineWay, "step", sometimes),
-        pytest.raises(RuntimeError, match="lost the device"),
-    ):
-        measure_pipeline(
-            options(pp=1, ways=("eager", "chunk"), rounds=3),
-            CPU,
-            make_links(single_process()),
-            rows,
-            Deadline(None),
-        )
-    eager, chunk = rows_of(capsys.readouterr().out)
-    assert eager["figures"]["step_ms"]["n"] == 1 and eager["reason"] is None, (
-        "the second round begins with chunk"
-    )
-    assert chunk["reason"] == "rank 0: RuntimeError: lost the device"
 
 
 # ---- a benchmark that is asked to end

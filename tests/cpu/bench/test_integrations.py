@@ -1,11 +1,8 @@
 """Steps, losses and log-probabilities of a model of transformers by every way: the same numbers,
 and rows that say why there are none."""
 
-import json
-
 import pytest
 import torch
-from bench import main
 from bench_integrations import WAYS, IntegrationArguments, bench_integrations
 
 from packgraph.bench.comparison import Deadline
@@ -50,33 +47,3 @@ def test_forwards_without_gradients_give_the_same_numbers_from_the_pools_that_ar
     assert rows[1]["replayed"] >= 12 and rows[2]["replayed"] >= 12
     growth = [row["pool_growth"] for row in rows]
     assert growth == ([0] * 4 if work == "loss" else [None] * 4)
-
-
-def test_a_config_of_another_family_has_a_row_that_says_why_ours_has_none(tmp_path):
-    file = tmp_path / "config.json"
-    content = {
-        "model_type": "gpt2",
-        "vocab_size": 64,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "num_hidden_layers": 2,
-    }
-    file.write_text(json.dumps(content))
-    live, own = measured(("live", "own"), str(file))
-    assert live["reason"] is None and live["family"] == "gpt2"
-    assert "gpt2" in own["reason"].lower() and own["tokens_per_second"] is None
-
-
-def test_an_unknown_model_is_named():
-    with pytest.raises(ValueError, match="neither a config"):
-        measured(("live",), "no-such-model")
-
-
-def test_the_command_names_what_is_wrong(tmp_path, capsys):
-    file = tmp_path / "config.json"
-    file.write_text("[]")
-    assert main(["integrations", "--device", "cpu", "--model", str(file)]) == 2
-    assert "names no model_type" in capsys.readouterr().err
-    assert main(["integrations", "--ways", "fast"]) == 2
-    assert "transformers+compile" in capsys.readouterr().err

@@ -15,9 +15,7 @@ from published import (
     run_config,
     tiny,
     with_ratios,
-    write_data,
 )
-from published_settings import LLAMA3_8B, Setting
 from table import tables
 
 from packgraph.ops.kernels import HAS_TRITON
@@ -36,13 +34,6 @@ def test_the_trainer_takes_every_setting(name: str, world: int) -> None:
         config = run_config(made.on(world), world, Path("runs"), DATA)
         assert validate(config, device, made.model.vocab_size, world) == []
         assert max(lengths_of(made)) <= max(row.bound for row in made.capacities)
-
-
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_every_gpu_has_all_its_rows(world: int) -> None:
-    """Rows that are full: a step takes packs until it has its tokens."""
-    rows = SETTINGS["llama3.1-8b"]
-    assert -(-rows.tokens_per_step(world) // rows.tokens) == world * rows.microbatches
 
 
 def test_every_figure_of_others_has_a_source() -> None:
@@ -65,33 +56,7 @@ def test_operations_are_six_for_a_weight_and_four_for_a_frozen_one() -> None:
     assert operations_per_token(adapters, [length]) == 4 * weights + attention
 
 
-def test_data_are_the_documents_of_the_setting(tmp_path: Path) -> None:
-    data = write_data(tmp_path, [3, 5], 7)
-    rows = [json.loads(line)["input_ids"] for line in Path(str(data.path)).read_text().splitlines()]
-    assert [len(row) for row in rows] == [3, 5] and max(map(max, rows)) < 7
-    lengths = lengths_of(SETTINGS["halo-packed"])
-    assert 0.9 < sum(lengths) / len(lengths) / 1024 < 1.1
-    assert set(lengths_of(SETTINGS["qwen3-0.6b-8k"])) == {8192}
-
-
-def test_data_that_a_run_has_opened_stay(tmp_path: Path) -> None:
-    """Ranks write the same data, some when others have begun to read."""
-    first = write_data(tmp_path, [3, 5], 7)
-    opened = [Path(str(path)).stat().st_ino for path in (first.path, first.tokenizer)]
-    assert write_data(tmp_path, [3, 5], 7) == first
-    assert [Path(str(path)).stat().st_ino for path in (first.path, first.tokenizer)] == opened
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_batches_are_padded_little_beyond_their_longest_document() -> None:
-    """Else a ratio over them is of the shapes that there are."""
-    setting = SETTINGS["unsloth-padded"]
-    lengths, bounds = lengths_of(setting), [row.bound for row in setting.capacities]
-    longest = [max(lengths[start : start + 8]) for start in range(0, len(lengths), 8)]
-    padded = [min(bound for bound in bounds if bound >= most) for most in longest]
-    assert sum(padded) < 1.12 * sum(longest)
-
-
+@pytest.mark.slow
 def test_a_padded_and_a_packed_run_of_toys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,42 +76,3 @@ def test_a_padded_and_a_packed_run_of_toys(
     assert [row["times_padded"] for row in with_ratios(rows)] == [None, times]
     text = tables(rows, "published")
     assert f"| {times / 9.22:.2f} | abc |" in text and "whitecircle/halo" in text
-
-
-def test_a_setting_that_fails_has_a_row_that_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr("published.tiny", lambda setting: replace(setting, recompute="nothing"))
-    assert main(["--tiny", "--only", "qwen3-0.6b-8k", "--out", str(out)]) == 1
-    assert "'nothing'" in json.loads(out.read_text())["reason"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--only", "gpt"], "no setting is called gpt"),
-        (["--only", "llama3.1-8b"], "llama3.1-8b: not for 1 GPUs"),
-    ],
-)
-def test_wrong_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert said in capsys.readouterr().err
-
-
-def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SETTINGS)
-
-
-def test_fewer_layers_are_those_of_the_number_of_gpus() -> None:
-    setting = Setting(
-        model=LLAMA3_8B,
-        documents=SETTINGS["llama3.1-8b"].documents,
-        capacities=SETTINGS["llama3.1-8b"].capacities,
-        gpus={1: 8, 2: 0},
-    )
-    assert [setting.on(world).model.num_layers for world in (1, 2)] == [8, 32]
-    with pytest.raises(KeyError):
-        setting.on(4)

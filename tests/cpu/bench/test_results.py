@@ -15,7 +15,7 @@ import pytest
 import table
 from bench import ALL, STEP_WAYS
 from bench_command import read_bench
-from result_rows import markdown, newest, read_rows, step_kinds
+from result_rows import markdown, newest, read_rows
 
 from packgraph.bench.rows import median, quantile, value
 
@@ -131,32 +131,6 @@ def test_tables_of_markdown() -> None:
     assert lines[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
 
 
-def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    table.main([str(path)])
-    printed = capsys.readouterr().out
-    page, other = tmp_path / "page.md", tmp_path / "other.md"
-    page.write_text(
-        "# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n"
-    )
-    other.write_text("<!-- step ti -->\n<!-- end -->\n<!-- step big -->\nold\n<!-- end -->\n")
-    table.main([str(path), "--into", str(page), str(other)])
-    assert "attention: flash" in other.read_text() and "old" not in other.read_text()
-    lines = page.read_text().splitlines()
-    assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
-    assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"]
-    assert any("1.00%" in line for line in lines)
-    for name in (
-        "tiny-2-layers, layers, attention: own",
-        "attention: flash",
-        "## padding",
-        "## memory",
-        "## capture",
-    ):
-        assert name in printed
-
-
 def test_the_pages_show_the_rows_that_there_are() -> None:
     """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into
     docs/benchmarks/*.md, and plot.py."""
@@ -194,24 +168,6 @@ def test_readme_has_the_figures_of_its_picture_and_of_the_first_page() -> None:
     commands = re.findall(r"`(?:python|torchrun [^`]*?) ?benchmarks/bench.py ([^`]+)`", results)
     assert len(commands) == 3 and all(read_bench(line.split(), ALL) for line in commands)
     assert plot.front_speeds(ROWS) == {}, "where a way was not measured there is no picture"
-
-
-def test_series_of_pictures() -> None:
-    kinds = step_kinds(newest(ROWS, "step"))
-    assert list(kinds) == [("tiny-2-layers", "layers", "own"), ("tiny-2-layers", "layers", "flash")]
-    assert plot.by_tokens(kinds["tiny-2-layers", "layers", "own"], "ms_per_1000_tokens") == {
-        "eager": [(1024, 3.0), (2048, 4.0)],
-        "chunk": [(1024, 2.0)],
-    }
-    assert plot.tax(newest(ROWS, "attention"), "backward") == {"flash, 64 places": [(8, 1.2)]}
-
-
-def test_rows_of_another_depth_stand_in_another_table() -> None:
-    deep = step_row("chunk", 1024, 9.0, layers=26)
-    assert {name: len(rows) for (name, *_), rows in step_kinds([*ROWS[:2], deep]).items()} == {
-        "tiny-2-layers": 2,
-        "tiny-26-layers": 1,
-    }
 
 
 def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:

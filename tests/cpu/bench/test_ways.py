@@ -6,17 +6,14 @@ in tests/gpu).
 """
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import hand_made
 import pytest
 import torch
 import torch.nn.functional as F
-from bench import STEP_WAYS, main
-from bench_memory import _ratios
+from bench import main
 from bench_models import (
     TimedPart,
     build_part,
@@ -26,16 +23,12 @@ from bench_models import (
     twin,
     zero_gradients,
 )
-from bench_step import StepArguments, bench_step
-from bench_ways import Graphed, Way, compiled_layers, layer_stack, layers_of
-from benchkit import CPU, ONE, SMALL, make, make_way, results
+from bench_ways import Graphed, compiled_layers, layers_of
+from benchkit import ONE, SMALL, make, make_way, results
 from others import GraphedCallables, Recorded, WholeGraph
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
-from packgraph.bench.comparison import Deadline, room_for_code
-from packgraph.bench.rows import Rows, facts
-from packgraph.ops.attention import api as attention_module
+from packgraph.bench.comparison import room_for_code
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -137,26 +130,6 @@ def test_the_whole_graph_reads_static_inputs(part: str) -> None:
         way.run(draws[0])
 
 
-@pytest.mark.parametrize("name", ["reduce-overhead", "graphed-callables", "whole-padded+compile"])
-def test_ways_of_torch_graphs_say_what_they_need(name: str) -> None:
-    _, _, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
-    with pytest.raises(ValueError, match=r"makes CUDA graphs: there is none on a CPU"):
-        make_way(name, setting)
-
-
-def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
-    model, draws, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
-    other = twin(model, "sdpa")
-    assert other.config.attention_backend == "sdpa" and model.config.attention_backend == "auto"
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert mine is not its and mine.data_ptr() == its.data_ptr() and mine.grad is its.grad
-    make_way("eager", setting).run(draws[0])
-    assert squared_gradients([model]) == squared_gradients([other]) > 0
-    model.zero_grad()
-    with pytest.raises(ValueError, match="has no gradient that a copy could share"):
-        twin(model, "sdpa")
-
-
 def test_padding_rows_of_layers_bring_no_gradient() -> None:
     """Negative control: with a gradient in padding the shape that documents run in would change the
     results."""
@@ -175,109 +148,6 @@ def test_padding_rows_of_layers_bring_no_gradient() -> None:
             norms.append(squared_gradients([model]))
         assert (abs(norms[0] - norms[1]) < 1e-4 * norms[0]) == equal
     way.close()
-
-
-def test_own_attention_is_that_of_the_stack() -> None:
-    _, _, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
-    assert {name: setting.attention_of(name) for name in STEP_WAYS} == dict.fromkeys(
-        STEP_WAYS, "auto"
-    )
-    with mock.patch("bench_ways.varlen_problems", return_value=[]):
-        own = {name: setting.attention_of(name) for name in STEP_WAYS}
-    assert {name for name, backend in own.items() if backend == "auto"} == {
-        "layer",
-        "chunk",
-        "layer+compile",
-        "chunk+compile",
-        "auto",
-        "auto+compile",
-    }
-    assert set(own.values()) == {"auto", "varlen"}
-
-
-def read_shape(
-    q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None, options: Any
-) -> Tensor:
-    """Attention that, like kernels for documents, uses their number and the longest of them as
-    numbers."""
-    return q * (meta.cu_seqlens.shape[0] + meta.longest)
-
-
-def test_compiled_layers_take_documents_as_they_are() -> None:
-    """The number of documents and the longest of them become symbols: two pieces of code, whatever
-    comes."""
-    model, draws, setting = make("layers", shape("tiny", 2), 8, BUCKETS)
-    counter = CompileCounter()
-    stack = layer_stack(model, compiled_layers(model, counter))
-    way = Way("compile", setting.work.by(stack))
-    with mock.patch.object(attention_module, "BACKENDS", {"sdpa": read_shape}), room_for_code():
-        batches = [refit(batch, way.capacity(batch)) for batch in draws]
-        assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
-        way.prepare(batches)
-        assert counter.frame_count == 2
-        with way.frozen():
-            for batch in batches:
-                assert torch.equal(way.run(batch), model(*setting.work.arguments(batch)))
-        assert counter.frame_count == 2 and way.complaint() is None
-        with way.frozen():
-            way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
-    assert way.complaint() == "code was compiled 1 times while it was timed"
-
-
-def test_bench_step_of_layers_with_compiled_graphs_and_buckets() -> None:
-    options = StepArguments(
-        model="tiny",
-        layers=2,
-        tokens=(32,),
-        ways=("eager", "chunk+compile", "auto"),
-        rounds=2,
-        calls=2,
-        mean=8.0,
-        sigma=0.8,
-        part="layers",
-        buckets=3,
-    )
-    rows = Rows(facts(CPU, "abc123"), write=False)
-    with mock.patch.object(StepArguments, "compiler", "aot_eager"):
-        bench_step(options, CPU, rows, Deadline(None))
-    for row in rows.all:
-        json.dumps(row)
-        assert (
-            row["reason"] is None
-            and row["agrees"]
-            and row["part"] == "layers"
-            and row["rounds"] == 2
-        )
-    eager, compiled, auto = rows.all
-    assert eager["shapes"] == "own" and compiled["shapes"] == [f"32x{compiled['documents']}"]
-    assert 1 <= len(auto["shapes"]) <= 3 and auto["padding"] <= compiled["padding"]
-    assert (
-        auto["figures"]["ms_per_1000_tokens"]["p99"]
-        >= auto["figures"]["ms_per_1000_tokens"]["median"]
-        > 0
-    )
-
-
-def test_ways_that_are_ready_when_time_is_up_run_a_few_rounds() -> None:
-    options = StepArguments(
-        model="tiny",
-        layers=2,
-        tokens=(32,),
-        ways=("eager",),
-        rounds=5,
-        calls=1,
-        mean=8.0,
-        sigma=0.8,
-        documents=4,
-    )
-    rows, deadline = Rows(facts(CPU, "abc123"), write=False), Deadline(1000)
-    made: list[Way] = []
-    with (
-        mock.patch.object(Deadline, "passed", side_effect=lambda *_: bool(made)),
-        mock.patch.object(Way, "prepare", side_effect=made.append),
-    ):
-        bench_step(options, CPU, rows, deadline)
-    assert rows.all[0]["rounds"] == 3 and rows.all[0]["reason"] is None
 
 
 @pytest.mark.parametrize(
@@ -323,25 +193,6 @@ def test_small_benchmarks_write_rows(
         )
 
 
-def test_benchmarks_of_banks_stop_in_time(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("attention", "memory", "capture"):
-        words = (
-            SMALL
-            if name != "attention"
-            else ["--model", "tiny", "--tokens", "32", "--device", "cpu"]
-        )
-        assert main([name, *words, "--seconds", "1e-9"]) == 1
-        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert rows and all("the limit of 1e-09 seconds" in row["reason"] for row in rows)
-
-
-def test_memory_is_compared_with_eager_where_both_are_known() -> None:
-    eager = {"peak_bytes": 100, "reserved_bytes": 200, "device_bytes": None}
-    bank = {"peak_bytes": 105, "reserved_bytes": 210, "device_bytes": 7}
-    assert _ratios(bank, eager) == {"peak_ratio": 1.05, "reserved_ratio": 1.05}
-    assert _ratios(bank, None) == _ratios(None, eager) == {}
-
-
 def test_room_for_code_ends_with_its_block() -> None:
     before = torch._dynamo.config.recompile_limit
     with room_for_code():
@@ -357,14 +208,6 @@ def test_a_way_that_falls_back_complains() -> None:
     way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
     assert way.complaint() == "microbatches ran eagerly: {'capacity not declared': 1}"
     way.close()
-
-
-def test_unknown_capacities_are_refused_by_ways_that_have_few() -> None:
-    _, draws, setting = make("layers", shape("tiny", 2), 1, BUCKETS)
-    way = make_way("auto", setting)
-    with pytest.raises(ValueError, match="no capacity holds"):
-        way.capacity(PackedBatch.build([[1]] * 7, Capacity(32, 7)))
-    assert partial(way.capacity, draws[0])() in BUCKETS
 
 
 # ---- layers of a graph that is made by hand

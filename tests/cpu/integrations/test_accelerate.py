@@ -46,6 +46,7 @@ def loop(precision="no", eager=False, accumulated=2):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.few(2)
 def test_graphs_change_no_bit(precision):
     losses, module, model, _ = loop(precision)
     assert module.stats.replayed == 5 and dict(module.stats.fallbacks) == {"warm-up": 1}
@@ -55,6 +56,7 @@ def test_graphs_change_no_bit(precision):
     assert losses[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_precision_and_accumulation_are_the_accelerators():
     losses, _, model, accelerator = loop()
     accelerator.free_memory()
@@ -81,18 +83,6 @@ def test_states_are_saved_and_loaded_by_the_names_of_the_model(tmp_path):
     assert {name.removeprefix("model.") for name in module.state_dict()} == saved.keys()
     module(random_batches(1)[0]).backward()
     assert module.stats.replayed == replayed + 1, "in place, so graphs hold"
-
-
-def test_modes_reach_the_module():
-    _, module, model, _ = loop()
-    module.eval()
-    assert not model.training
-    replayed = module.stats.replayed
-    with torch.no_grad():
-        loss = module(random_batches(1)[0])
-    assert not loss.requires_grad and module.stats.replayed == replayed + 1
-    module.train()
-    assert model.training
 
 
 def test_what_a_plain_prepare_makes_runs_eagerly_and_says_so():

@@ -28,6 +28,7 @@ def deferred(folder, dtype):
 
 @pytest.mark.parametrize("family", sorted(CASES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.few(4)
 def test_values_and_buffers_are_those_of_from_pretrained(family, dtype, tmp_path):
     build(family).save_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)

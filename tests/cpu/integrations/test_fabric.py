@@ -39,6 +39,7 @@ def loop(precision="32-true", eager=False):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.few(3)
 def test_graphs_change_no_bit(precision):
     losses, _, _, model, stats = loop(precision)
     assert stats.replayed == 5 and dict(stats.fallbacks) == {"warm-up": 1}
@@ -48,12 +49,6 @@ def test_graphs_change_no_bit(precision):
     assert next(model.parameters()).dtype == (
         torch.bfloat16 if precision == "bf16-true" else torch.float32
     )
-
-
-def test_precision_is_that_of_fabric():
-    exact, rounded = loop()[0], loop("bf16-mixed")[0]
-    assert float(rounded[0]) != float(exact[0])
-    assert float(rounded[0]) == pytest.approx(float(exact[0]), rel=0.02)  # eight bits
 
 
 def test_states_are_saved_and_loaded(tmp_path):

@@ -167,6 +167,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("case", LABELS)
+@pytest.mark.few(5)
 def test_which_tokens_are_trained_is_what_trl_says(case, tmp_path):
     rows, changes = LABELS[case]
     given = {"rows": rows, "max_steps": 1, "logging_steps": 1, **changes}
@@ -214,15 +215,7 @@ def test_the_loss_that_balances_experts_is_refused_with_what_helps(tmp_path):
     assert trained(trainer(router_aux_loss_coef=0.0)).stats.replayed > 0
 
 
-def test_only_what_the_assistant_says_is_trained(tmp_path):
-    chat = {"rows": CHATS, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
-    ours = run(Packing, tmp_path / "ours", **chat)
-    theirs = run(SFTTrainer, tmp_path / "theirs", **chat)
-    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)
-    whole = run(SFTTrainer, tmp_path / "whole", **{**chat, "assistant_only_loss": False})
-    assert logged(whole, "loss") != pytest.approx(logged(theirs, "loss"), rel=1e-3)
-
-
+@pytest.mark.slow
 def test_checkpoints_are_those_of_the_model(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 6}
     trainer = run(Packing, tmp_path / "whole", **saving)
@@ -236,14 +229,6 @@ def test_checkpoints_are_those_of_the_model(tmp_path):
         assert torch.equal(tensor, adapters[name])
 
 
-def test_logs_hold_tokens_and_replays(tmp_path):
-    trainer = run(Packing, tmp_path)
-    assert sum(logged(trainer, "packgraph/replayed")) == trainer.packing.packs - 2
-    assert logged(trainer, "packgraph/fallbacks/warm-up") == [2]
-    assert sum(logged(trainer, "packgraph/tokens")) == trainer.packing.tokens
-    assert 0 < logged(trainer, "packgraph/padding")[-1] < 1
-
-
 def test_what_cannot_be_followed_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="loss_type='dft' is not nll"):
         run(Packing, tmp_path, loss_type="dft")
@@ -253,6 +238,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path, monkeypatch):
         run(Packing, tmp_path, activation_offloading=True)
 
 
+@pytest.mark.slow
 def test_a_row_of_several_documents_keeps_them_apart(tmp_path):
     """The control of `packed`: one long document of the same tokens makes another loss."""
     rows = KINDS["tokens"]

@@ -9,7 +9,6 @@ from model_batches import hand_batch
 from ssmkit import NAN, conv_inputs, ids_of, with_gradients
 
 from packgraph.mamba.conv import (
-    conv_problems,
     live_document_ids,
     naive_packed_causal_conv,
     packed_causal_conv,
@@ -48,24 +47,6 @@ def test_equals_naive(lengths, padding, taps, bias, activation, first):
         compare(
             ids_of(lengths, padding, first), activation=activation, taps=taps, bias=bias, channels=3
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_naive_in_narrower_types(dtype):
-    compare(ids_of([0, 3, 1, 20, 2], 3), dtype)
-
-
-def test_a_document_alone_gives_the_same():
-    """Whatever lies before it: a document of a pack is the document."""
-    ids = ids_of([5, 2, 7], 2)
-    x, weight, bias = conv_inputs(16)
-    packed = packed_causal_conv(x, weight, bias, ids)
-    for start, stop in ((0, 5), (5, 7), (7, 14)):
-        alone = packed_causal_conv(x[start:stop], weight, bias, ids[start:stop])
-        torch.testing.assert_close(
-            packed[start:stop], alone
-        )  # SiLU's last bit depends on the vector's end
-    assert not packed[14:].any()
 
 
 def test_a_changed_document_leaves_the_others():
@@ -111,11 +92,6 @@ def test_gradcheck():
 def test_shapes_that_do_not_fit_are_refused(weight, bias, ids):
     with pytest.raises(ValueError, match=r"weight \[C, K\]"):
         packed_causal_conv(torch.zeros(9, 6), torch.zeros(weight), torch.zeros(bias), ids_of([ids]))
-
-
-def test_why_there_is_no_kernel_is_said():
-    found = "; ".join(conv_problems(torch.device("cpu"), torch.float64, 9))
-    assert all(part in found for part in ("not on cpu", "not torch.float64", "not 9")), found
 
 
 def test_document_ids_of_a_batch_mark_padding():

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from ssmkit import NAN, ids_of, ssd_inputs, with_gradients
 
 from packgraph.graphs.graphed import graph
-from packgraph.mamba.conv import packed_causal_conv
-from packgraph.mamba.ssd import naive_ssd, ssd, ssd_problems
+from packgraph.mamba.ssd import naive_ssd, ssd
 
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 Q = 8
@@ -45,12 +44,6 @@ def test_equals_naive(lengths, padding, chunk, groups, skip, first):
             size=2,
             state=3,
         )
-
-
-@pytest.mark.parametrize("length", [1, Q - 1, Q, Q + 1, 3 * Q + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_naive_in_narrower_types(length, dtype):
-    compare(ids_of([length], 3), dtype)
 
 
 def test_long_decays_neither_overflow_nor_vanish():
@@ -122,21 +115,6 @@ def test_a_graph_replays_other_documents():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
-def test_compiled_equals_eager():
-    """The choice of kernels is made from shapes and dtypes, which torch.compile looks through."""
-    ids, inputs, grad = ids_of([9, 5], 2), ssd_inputs(16), torch.randn(16, 4, 3)
-
-    def mix(x, *others):
-        weight = torch.ones(x.shape[1] * x.shape[2], 4)
-        return ssd(packed_causal_conv(x.flatten(1), weight, None, ids).view_as(x), *others, ids, Q)
-
-    compiled = torch.compile(mix, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(
-        with_gradients(compiled, inputs, grad), with_gradients(mix, inputs, grad), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("place", "shape"),
     [(0, (9, 4)), (1, (9, 3)), (2, (3,)), (3, (9, 3, 5)), (4, (8, 2, 5)), (5, (1,))],
@@ -148,10 +126,3 @@ def test_shapes_that_do_not_fit_are_refused(place, shape):
         ssd(*inputs, ids_of([9]), Q)
     with pytest.raises(ValueError, match="chunk=0"):
         ssd(*ssd_inputs(9), ids_of([9]), 0)
-
-
-def test_why_there_is_no_kernel_is_said():
-    found = "; ".join(ssd_problems(torch.device("cpu"), torch.float64, 129, 300, 48))
-    assert all(
-        part in found for part in ("not on cpu", "not torch.float64", "[129, 300]", "not 48")
-    )

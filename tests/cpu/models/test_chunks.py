@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packgraph
-from packgraph.models.branches import BALANCE, KINDS, BranchWork, layer_cost, token_weights
+from packgraph.models.branches import layer_cost
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
 from packgraph.parallel.pipeline.chunks import split_layers
@@ -72,35 +72,6 @@ def test_the_cut_is_the_best_of_all(costs, stages, head_cost):
     )
 
 
-@given(st.integers(2, 12), st.integers(2, 5), st.floats(0, 12))
-def test_layers_that_are_alike_are_cut_by_how_many_there_are(layers, stages, head_cost):
-    """For any one cost of a layer, and a head of any size beside it."""
-    if stages > layers:
-        return
-    parts = split_layers([1] * layers, stages, head_cost)
-    slowest = max(len(part) + head_cost * (part.stop == layers) for part in parts)
-    cuts = itertools.combinations(range(1, layers), stages - 1)
-    assert slowest == min(
-        max(
-            end - start + head_cost * (end == layers)
-            for start, end in itertools.pairwise((0, *cut, layers))
-        )
-        for cut in cuts
-    )
-    assert parts == split_layers([1024] * layers, stages, 1024 * head_cost)
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 4096, 1 << 20])
-@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-0.6b"])
-def test_dense_decoders_are_cut_alike_for_all_rows(name, tokens):
-    model = preset(name).model
-    weights = token_weights(model) // model.num_layers
-    for stages in (1, 2, 3, 4):
-        assert stage_layers(model, stages, tokens) == split_layers(
-            [weights] * model.num_layers, stages, model.hidden_size * model.vocab_size
-        )
-
-
 def test_stages_of_a_hybrid_are_cut_by_what_its_layers_cost():
     """The layers of Mamba-2 stand first: as many layers on either side would be twice the work on
     one."""
@@ -115,15 +86,6 @@ def test_stages_of_a_hybrid_are_cut_by_what_its_layers_cost():
     assert len(first) < 6 and len(second) > 10
     costs = [sum(layer_cost(model, index, 4096) for index in part) for part in (first, second)]
     assert max(costs) < 1.25 * min(costs)
-
-
-def test_experts_cost_what_reading_them_does_where_tokens_are_few():
-    model = preset("hybrid-1.6b").model  # 4 of 32 experts for each token
-    cost = [layer_cost(model, 1, tokens) for tokens in (256, 512, 65_536)]
-    assert cost[0] == cost[1] and cost[2] == 65_536 * KINDS["moe"].weights(model)
-    assert (
-        BranchWork(3, 5, 7).cost(1) == 5 * BALANCE + 7 and BranchWork(3, 5, 7).cost(1000) == 10_000
-    )
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

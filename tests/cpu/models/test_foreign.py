@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from packgraph.models.foreign import naming, read_object
 from packgraph.packing.capacity import Capacity
@@ -43,15 +42,6 @@ def told(run) -> str:
 )
 def test_whatever_foreign_code_raises_is_one_line(error, says):
     assert told(raising(error)) == f"a/file: cannot be read: {says}; mend it"
-
-
-def test_long_words_are_cut():
-    assert len(told(raising(ValueError("x" * 9999)))) < 500
-
-
-def test_rust_code_is_foreign(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"no such thing")
-    assert "SafetensorError" in told(lambda: safe_open(tmp_path / "x.safetensors", "pt"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def random_batches(count: int) -> list[PackedBatch]:
         ("chunk", ("embed", "head")),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
     config = DecoderConfig(
         vocab_size=40,
@@ -52,4 +52,4 @@ def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
         dropout=0.1,
         initializer_range=0.2,
     )
-    assert_graphs_are_eager(config, random_batches(12), CAPACITIES, granularity, scope)
+    assert_graphs_are_eager(config, random_batches(6), CAPACITIES, granularity, scope)

@@ -140,16 +140,6 @@ def test_reads_what_transformers_writes(shard_size, tied, tmp_path):
     assert_close(ours.logits(hand_batch([document], 9, 1)), expected, "logits")
 
 
-def test_dtype_is_the_stored_one_unless_asked_otherwise(tmp_path):
-    save_pretrained(DecoderModel(SMALL, dtype=torch.bfloat16), tmp_path)
-    assert load_pretrained(tmp_path)[0].norm.weight.dtype == torch.bfloat16
-    assert load_pretrained(tmp_path, dtype=torch.float32)[0].norm.weight.dtype == torch.float32
-    assert (
-        transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
-        == torch.bfloat16
-    )
-
-
 def test_a_tied_checkpoint_may_store_the_head_twice_but_not_differently(tmp_path):
     save_pretrained(DecoderModel(SHAPES["tied, groups of four"]), tmp_path)
     file = tmp_path / "model.safetensors"
@@ -285,14 +275,6 @@ def test_saving_never_replaces_a_checkpoint_and_leaves_no_half_one(tmp_path, mon
     with pytest.raises(OSError, match="No space left"):
         save_pretrained(model, tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []
-
-
-def test_a_model_without_qk_norm_is_no_qwen3(tmp_path):
-    with pytest.raises(ValueError, match="qk_norm=False"):
-        save_pretrained(
-            DecoderModel(DecoderConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new"
-        )
-    assert not (tmp_path / "new").exists()
 
 
 def test_special_tokens_are_what_the_caller_says_and_nothing_else(tmp_path):

@@ -2,7 +2,6 @@
 checkpoints."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -370,44 +369,3 @@ def test_weights_decide_the_whole_shape_of_a_run(here, there, tmp_path):
     run = dataclasses.replace(preset("qwen3-tiny"), model=dataclasses.replace(here, dropout=0.1))
     found = read_config(run, [shape_layer(str(tmp_path))]).model
     assert found == dataclasses.replace(there, dropout=0.1)
-
-
-def test_moonlight_as_it_is_published():
-    found = config_from_json(json.loads(PUBLISHED))
-    assert found == DecoderConfig(
-        vocab_size=163_840,
-        hidden_size=2048,
-        intermediate_size=11_264,
-        num_layers=27,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=192,
-        rope_theta=50_000.0,
-        rms_norm_eps=1e-5,
-        qk_norm=False,
-        max_position_embeddings=8192,
-        latent=LatentConfig(kv_rank=512),
-        experts=ExpertConfig(
-            count=64,
-            per_token=6,
-            intermediate_size=1408,
-            shared=2,
-            first_dense=1,
-            score="sigmoid",
-            scaling=2.446,
-            score_bias=True,
-        ),
-    )
-
-
-PUBLISHED = """{
-  "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-  "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
-  "initializer_range": 0.02, "intermediate_size": 11264, "kv_lora_rank": 512, "max_position_embeddings": 8192,
-  "model_type": "deepseek_v3", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
-  "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": true, "num_attention_heads": 16,
-  "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0,
-  "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": null,
-  "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": true,
-  "tie_word_embeddings": false, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-  "v_head_dim": 128, "vocab_size": 163840}"""  # noqa: E501

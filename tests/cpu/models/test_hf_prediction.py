@@ -14,7 +14,6 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import WeightsError, fill_pretrained, load_pretrained, save_pretrained
-from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.build import load_weights, shape_layer
@@ -184,11 +183,3 @@ def test_copies_that_differ_and_parts_that_are_missing_are_refused(tmp_path):
     changed(tmp_path / "more", lambda s: s.update({more: torch.zeros(24)}))
     with pytest.raises(WeightsError, match=r"holds model\.layers\.3\.enorm\.weight"):
         load_pretrained(tmp_path / "more")
-
-
-def test_the_key_is_read_with_transformers_default():
-    description = config_to_json(WITHOUT, torch.float32)
-    description.pop("num_nextn_predict_layers")
-    assert config_from_json(description | {"num_nextn_predict_layers": 3}).mtp_layers == 3
-    assert config_from_json(description | {"num_nextn_predict_layers": None}).mtp_layers == 0
-    assert config_from_json(description).mtp_layers == 0

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from step_figures import model_flops
 
 from packgraph.models.branches import BRANCHES, read_pattern, token_weights, write_pattern
 from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
-from packgraph.models.decoder import DecoderModel, named_stages, parts_without
+from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers import decoder as layers
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
@@ -72,12 +71,6 @@ def test_a_decoder_without_a_pattern_is_attention_and_feed_forward():
     assert [sparse.branches(layer)[1] for layer in range(4)] == ["mlp", "mlp", "moe", "moe"]
 
 
-def test_a_pattern_repeats_over_the_layers():
-    longer = dataclasses.replace(HYBRID, num_layers=8)
-    assert "".join(write_pattern([longer.branches(layer)]) for layer in range(8)) == "M-M*-EM-"
-    assert [longer.count(branch) for branch in ("mamba", "attn", "mlp", "moe")] == [3, 1, 3, 1]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -133,36 +126,6 @@ def test_sizes_are_those_of_the_parameters(pattern, activation, latent):
             share = EXPERTS.per_token / EXPERTS.count if parameter.dim() == 3 else 1.0
             matrices += round(parameter.numel() * share)
     assert token_weights(config) == matrices
-
-
-def test_operations_of_a_hybrid_are_counted():
-    alone = dataclasses.replace(HYBRID, pattern="M", experts=ExpertConfig(), num_layers=2)
-    per_token = 2 * (
-        2 * 16 * (3 * 32 + 2 * 2 * 6 + 4) + 4 * 4 * 8 * 6
-    )  # matrices; state of 4 heads of 8 x 6
-    assert model_flops(alone, [5, 1], head=False) == 3 * per_token * 6
-
-
-def test_stages_are_those_of_the_pattern():
-    names = [stage.name for stage in named_stages(HYBRID)]
-    assert names == [
-        "embed",
-        "mamba",
-        "mlp",
-        "attn",
-        "moe_router",
-        "moe_preprocess",
-        "moe_dispatch",
-        "moe_experts",
-        "moe_combine",
-        "head",
-    ]
-    assert parts_without(HYBRID, 3, ["mamba"]) == [2] and parts_without(HYBRID, 3, ["attn"]) == [
-        0,
-        1,
-    ]
-    whole = [stage.layer for stage in DecoderModel(HYBRID).stages() if stage.name == "mamba"]
-    assert whole == [0, 2]
 
 
 def test_tensor_parallelism_is_refused_with_the_reason():

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import packgraph.models.stack
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel, ModelChunks, stage_layers, stage_weights
-from packgraph.models.layers.prediction import ahead
 from packgraph.models.recompute import recompute
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
@@ -152,39 +150,6 @@ def test_a_document_does_not_see_its_neighbour():
     assert one != other and same(numbers(model, one), numbers(model, other))
 
 
-def further_sums(model, *documents):
-    """Sums of the losses of each further token over these documents, packed together."""
-    with torch.enable_grad():
-        model(PackedBatch.build(list(documents), Capacity(30, 4)), torch.tensor(1))
-    return model.mtp_sums.take()
-
-
-def test_losses_of_neighbours_add_up(monkeypatch):
-    model, (one, other) = DecoderModel(CONFIG), documents_of([9, 6])
-
-    def is_sum():
-        alone = further_sums(model, one) + further_sums(model, other)
-        return torch.allclose(further_sums(model, one, other), alone, rtol=1e-5)
-
-    def across(values, document_ids, steps, fill):
-        return torch.cat((values[steps:], values.new_full((steps,), fill)))
-
-    assert is_sum()
-    with monkeypatch.context() as patch:  # control: tokens ahead, whosever they are
-        patch.setattr(packgraph.models.stack, "ahead", across)
-        assert not is_sum()
-
-
-def test_labels_ahead_end_with_their_document():
-    batch = PackedBatch.build([[1, 2, 3, 4], [5], [6, 7, 8]], Capacity(10, 4))
-    found = [ahead(batch.labels, batch.document_ids, steps, IGNORED).tolist() for steps in (0, 1)]
-    assert found[0] == batch.labels.tolist()
-    assert found[1] == [3, 4, *[IGNORED] * 3, 8, *[IGNORED] * 4]
-    tokens = ahead(batch.tokens, batch.document_ids, 2, 0).tolist()
-    assert tokens == [3, 4, 0, 0, 0, 8, 0, 0, 0, 0]
-    assert ahead(batch.tokens, batch.document_ids, 99, 0).tolist() == [0] * 10
-
-
 def test_documents_too_short_for_a_further_token_have_no_loss_of_it():
     model = DecoderModel(CONFIG)
     loss = model(PackedBatch.build([[1, 2], [3]], Capacity(3, 2)))
@@ -208,13 +173,6 @@ def test_the_loss_stays_that_of_the_next_token_and_evaluation_counts_nothing():
     assert torch.equal(with_layers.logits(batch), without.logits(batch))
     assert torch.equal(with_layers.eval()(batch), without.eval()(batch))
     assert not with_layers.mtp_sums.losses.any()
-
-
-def test_sums_are_float32_and_begin_at_zero_whatever_the_dtype():
-    model = DecoderModel(CONFIG, dtype=torch.bfloat16)
-    assert model.mtp_sums.losses.dtype == torch.float32 and not model.mtp_sums.losses.any()
-    assert "mtp_sums.losses" not in model.state_dict()
-    assert model.to(torch.float64).mtp_sums.losses.dtype == torch.float32
 
 
 def test_illegal_values_are_refused_together():
@@ -261,7 +219,7 @@ def test_the_last_pipeline_stage_has_the_layers_and_a_table_of_its_own():
         ("tied, two", "chunk", None, "none"),
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(10)
 def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
     config = dataclasses.replace(SHAPES[shape], dropout=0.1)
     models = eager, captured = [DecoderModel(config, seed=1) for _ in range(2)]

@@ -120,40 +120,6 @@ def test_equals_naive_for_value_and_gradients(lengths, padding, experts, which, 
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-def test_document_loss_equals_sums_by_segment():
-    """Against the formula written with sums per document, with a gradient through the mean
-    shares."""
-    ids, experts = pack([5, 0, 1, 9], 4).long(), 7
-    valid = ids < DOCUMENTS
-    chosen = random_logits(len(ids), experts, 1).topk(2).indices
-    shares = random_logits(len(ids), experts, 2).double().softmax(-1).requires_grad_()
-    tokens = (
-        torch.zeros(DOCUMENTS + 1, 1)
-        .double()
-        .index_add(0, ids, torch.ones(len(ids), 1).double())[:-1]
-    )
-    mean = torch.zeros(DOCUMENTS + 1, experts).double().index_add(0, ids, shares)[
-        :-1
-    ] / tokens.clamp(min=1)
-    counts = (
-        torch.zeros(DOCUMENTS + 1, experts)
-        .double()
-        .index_add(0, ids, nn.functional.one_hot(chosen, experts).sum(1).double())[:-1]
-    )
-    expected = ((counts / (tokens * 2).clamp(min=1)) * mean).sum() * experts / 3
-    expected.backward()
-    ours = shares.detach().float().requires_grad_()
-    actual = document_loss(ours, chosen, ids, valid, DOCUMENTS)
-    actual.backward()
-    torch.testing.assert_close(actual, expected.float(), **TOLERANCE)
-    # shares are normalised once more, so gradients agree up to what all experts of a token have in
-    # common
-    inner = (shares.grad * shares.detach()).sum(-1, keepdim=True)
-    torch.testing.assert_close(
-        ours.grad, torch.where(valid[:, None], shares.grad - inner, 0).float(), **TOLERANCE
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_loss_of_the_counts_of_one_microbatch_is_its_load_loss(kind):
     """And parts of a batch, by their tokens, are the loss of the whole: unlike the load loss it
@@ -230,18 +196,6 @@ def test_only_padding_gives_zero_and_zero_gradients(loss):
     assert (
         value == 0 and value.dtype == torch.float32 and value.dim() == 0 and (gradient == 0).all()
     )
-
-
-@pytest.mark.parametrize("function", [load_loss, naive_load_loss])
-def test_a_balanced_load_costs_one(function):
-    experts = (torch.arange(16).view(8, 2) % 4).int()
-    loss = function(torch.full((8, 4), 0.3), experts, torch.ones(8, dtype=torch.bool))
-    torch.testing.assert_close(loss, torch.tensor(1.0))
-
-
-def test_scores_that_all_vanish_give_finite_gradients():
-    value, gradient = run(of_load(load_loss, KINDS[1]), torch.full((4, 5), -200.0), pack([4], 0))
-    assert value == 0 and gradient.isfinite().all()
 
 
 class WithLoss(nn.Module):
@@ -326,13 +280,6 @@ def test_attach_counts_once_for_each_accumulated_microbatch_with_the_scale_of_th
     assert leaf.grad == 4.0 and scale == 2.0
 
 
-def test_attach_passes_without_gradients():
-    hidden, scale = torch.randn(3, 2), torch.tensor(1.0)
-    with torch.no_grad():
-        assert torch.equal(attach(hidden, torch.tensor(1.0, requires_grad=True), scale), hidden)
-    assert not attach(hidden, torch.tensor(1.0), scale).requires_grad
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     experts=st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=12)
@@ -370,13 +317,6 @@ def test_the_bias_of_three_steps_with_half_padding_is_that_of_runs_without():
         runs.append((seen, bias))
     assert sum(runs[0][0][0]) == 2 * 16 * 3
     assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
-
-
-def test_a_balanced_or_empty_step_leaves_the_bias():
-    for counts in ([0, 0, 0], [2**40 + 1] * 3):
-        bias = torch.tensor([0.5, -1.0, 0.0])
-        update_bias(bias, torch.tensor(counts), torch.tensor(0.1))
-        assert bias.tolist() == [0.5, -1.0, 0.0]
 
 
 def theirs(layers: list[Tensor], per_token: int, mask: Tensor) -> Tensor:

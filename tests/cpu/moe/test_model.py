@@ -77,8 +77,10 @@ def legal_scopes() -> list[tuple[str, ...] | None]:
 @pytest.mark.parametrize(
     ("granularity", "scopes"),
     [
-        pytest.param("layer", legal_scopes()[1::2], id="layer"),
-        pytest.param("layer", legal_scopes()[::2], id="layer (others)", marks=pytest.mark.slow),
+        pytest.param("layer", legal_scopes()[1:5], id="layer"),
+        pytest.param(
+            "layer", [None, *legal_scopes()[5:]], id="layer (others)", marks=pytest.mark.slow
+        ),
         pytest.param("chunk", legal_scopes(), id="chunk", marks=pytest.mark.slow),
     ],
 )
@@ -104,17 +106,6 @@ def test_every_legal_scope_is_bitwise_eager(granularity, scopes):
             assert torch.equal(ours.grad, theirs.grad), (scope, name)
         for (name, ours), theirs in zip(captured.named_buffers(), eager.buffers(), strict=True):
             assert torch.equal(ours, theirs), (scope, name)
-
-
-def test_scopes_of_experts_have_their_rules():
-    stages = named_stages(CONFIG)
-    assert any(
-        "needs 'moe_router'" in error for error in scope_errors(stages, ["moe_preprocess"], "layer")
-    )
-    assert any(
-        "already means" in error for error in scope_errors(stages, ["moe", "moe_router"], "layer")
-    )
-    assert not scope_errors(stages, ["attn", "mlp", "moe"], "chunk")
 
 
 class WaitingDispatcher:
@@ -143,24 +134,6 @@ def test_a_stage_that_waits_for_the_host_stays_eager_and_cannot_be_asked_for():
     for batch in batches(3):
         graphed(batch).backward()
     assert graphed.stats.replayed == 3
-
-
-def test_half_a_row_of_padding_changes_neither_counts_nor_gradients():
-    tight, wide = Capacity(16, 2), Capacity(32, 2)
-    documents = [list(range(9)), list(range(20, 27))]
-    found = []
-    for capacity in (tight, wide):
-        model = DecoderModel(plain(), seed=1, dtype=torch.float64)
-        loss = model(PackedBatch.build(documents, capacity))
-        loss.backward()
-        found.append(
-            (loss, [p.grad for p in model.parameters()], [b.gate.load for b in moe_blocks([model])])
-        )
-    (loss, gradients, loads), (wide_loss, wide_gradients, wide_loads) = found
-    assert all(int(load.sum()) == 16 * 2 for load in loads)
-    assert all(map(torch.equal, loads, wide_loads))
-    torch.testing.assert_close(wide_loss, loss)
-    torch.testing.assert_close(wide_gradients, gradients)
 
 
 def test_a_changed_document_changes_nothing_of_the_others():

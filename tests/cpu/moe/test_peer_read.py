@@ -6,14 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
-from pullkit import NAN, Peers, draw_experts
+from pullkit import draw_experts
 
 from packgraph.moe.peer_read import (
     bytes_for,
     locate,
-    naive_from_experts,
     naive_plans,
-    naive_to_experts,
     rows_for,
     weights_start,
 )
@@ -67,74 +65,6 @@ def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, r
     for rank in range(ranks):
         found = locate_by_kernel(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
         assert same(found, locate(everyone, ordered, ranks, rank, rows))
-
-
-@inside
-@pytest.mark.parametrize(
-    ("ranks", "tokens", "places", "count", "width", "kind", "factor", "dtype"),
-    [
-        (1, 5, 2, 4, 16, "mixed", 1.0, torch.float32),
-        (2, 3, 3, 6, 33, "mixed", 2.0, torch.bfloat16),
-        (3, 4, 2, 3, 24, "mixed", 1.0, torch.float32),
-        (3, 3, 5, 9, 8, "mixed", 1.0, torch.bfloat16),
-        (2, 4, 2, 4, 8, "padding", 1.0, torch.float32),
-        (2, 4, 2, 4, 16, "one", 1.0, torch.float32),
-    ],
-    ids=str,
-)
-def test_moves_equal_the_loops(
-    ranks, tokens, places, count, width, kind, factor, dtype, monkeypatch
-):
-    """Forward and, since either is the other's backward, gradients; also with less room than is
-    needed."""
-    from packgraph.moe import peer_read
-    from packgraph.moe.peer_read import collect, spread
-
-    monkeypatch.setattr(peer_read, "SPREAD_COLUMNS", 32)
-    monkeypatch.setattr(peer_read, "COLLECT_COLUMNS", 16)
-    rows = rows_for(tokens * places, factor, ranks)
-    experts = draw_experts(ranks, tokens, places, count, kind)
-    plans = naive_plans(list(experts), count, rows)
-    x = [torch.randn(tokens, width).to(dtype).requires_grad_() for _ in range(ranks)]
-    weights = [torch.rand(tokens, places, requires_grad=True) for _ in range(ranks)]
-    expected = [naive_to_experts(x, weights, plan, rows) for plan in plans]
-    peers = Peers(ranks, rows + 8, width, dtype)
-    peers.publish([value.detach() for value in x], [value.detach() for value in weights])
-    like = x[0].detach()
-    for rank, plan in enumerate(plans):
-        found = spread(
-            peers.table, plan.row_of_pair, plan.offsets, like, True, rows, rows + 8, rank
-        )
-        assert same(found, [value.detach() for value in expected[rank]])
-    alone, none = spread(
-        peers.table, plan.row_of_pair, plan.offsets, like, False, rows, rows + 8, ranks - 1
-    )
-    assert torch.equal(alone, found[0]) and not none.numel()
-    grads = [torch.randn(rows, width).to(dtype) for _ in range(ranks)]
-    of_rows = [torch.randn(rows) for _ in range(ranks)]
-    sent = [part.float() for pair in zip(grads, of_rows, strict=True) for part in pair]
-    got = [part for pair in expected for part in pair]
-    loss = sum((part * grad).sum() for part, grad in zip(got, sent, strict=True))
-    wanted = torch.autograd.grad(
-        loss + sum(0 * leaf.sum() for leaf in (*x, *weights)), [*x, *weights]
-    )
-    for plan, grad, weight in zip(plans, grads, of_rows, strict=True):
-        grad[plan.offsets[-1] :], weight[plan.offsets[-1] :] = NAN, NAN
-    peers.publish(grads, of_rows, plans)
-    sums = [naive_from_experts(grads, plan) for plan in plans]
-    rounding = (
-        {"rtol": 1e-2, "atol": 4e-2} if dtype is torch.bfloat16 else {"rtol": 0.0, "atol": 0.0}
-    )
-    for rank, plan in enumerate(plans):
-        found, of_weights = collect(peers.table, plan.place_of_pair, like, True, rows, rows + 8)
-        torch.testing.assert_close(
-            found, sums[rank], **rounding
-        )  # the interpreter cuts off where a GPU rounds
-        torch.testing.assert_close(found, wanted[rank], rtol=2e-2, atol=4e-2)
-        assert torch.equal(of_weights, wanted[ranks + rank])
-    assert torch.equal(
-        collect(peers.table, plan.place_of_pair, like, False, rows, rows + 8)[0], found
-    )
 
 
 @outside

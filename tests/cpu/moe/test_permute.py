@@ -81,13 +81,6 @@ def test_a_budget_that_just_suffices_is_no_overflow(rows, overflow):
     check_plan(plan, experts, 3, rows)
 
 
-def test_padding_alone_takes_no_row():
-    plan = plan_rows(torch.full((4, 2), -1), 3, 8)
-    assert plan.needed == 0 and not plan.offsets.any() and (plan.pair_of_row == -1).all()
-    assert not combine_rows(torch.full((8, 3), NAN), plan).any()
-    assert not gather_rows(torch.full((4, 3), NAN), plan).any()
-
-
 @pytest.mark.parametrize(
     ("experts", "count", "rows", "message"),
     [
@@ -145,19 +138,6 @@ def test_moves_equal_the_loops(move, naive, places, rows, dtype):
     torch.testing.assert_close(ours_grad, theirs_grad, rtol=tolerance, atol=tolerance)
 
 
-def test_the_backward_of_a_move_is_the_other_move():
-    plan = plan_rows(torch.randint(-1, 4, (6, 2)), 4, 12)
-    x, y = (
-        torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True),
-        torch.randn(12, 3, dtype=torch.bfloat16),
-    )
-    gather_rows(x, plan).backward(y)
-    assert torch.equal(x.grad, combine_rows(y, plan))
-    y = y.requires_grad_()
-    combine_rows(y, plan).backward(x.detach())
-    assert torch.equal(y.grad, gather_rows(x.detach(), plan))
-
-
 @pytest.mark.parametrize(("move", "naive"), MOVES, ids=lambda x: x.__name__)
 def test_gradients_are_right_to_second_order(move, naive):
     plan = plan_rows(torch.tensor([[1, 0], [2, -1], [0, 2]]), 3, 7)
@@ -171,19 +151,6 @@ def test_gradients_are_right_to_second_order(move, naive):
 def there_and_back(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     plan = plan_rows(experts, 4, experts.numel())
     return combine_rows(gather_rows(x, plan) * gather_pairs(weights, plan)[:, None], plan)
-
-
-def test_torch_compile_sees_one_graph():
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        experts, results = torch.randint(-1, 4, (6, 2)), []
-        x, weights = torch.randn(6, 3), torch.rand(6, 2)
-        for function in (there_and_back, compiled):
-            leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-            out = function(*leaves, experts)
-            out.square().sum().backward()
-            results.append([out, *(leaf.grad for leaf in leaves)])
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
 
 
 class Mover(torch.nn.Module):

@@ -11,14 +11,11 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from packgraph.models.config import ExpertConfig
 from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.routing import (
-    RouterSettings,
     drop_beyond,
     first_best,
     naive_drop_beyond,
-    ordered_bits,
     route,
 )
 
@@ -111,14 +108,6 @@ def test_equals_the_router_of_qwen3_moe_with_gradients(normalise):
     torch.testing.assert_close(weight.grad, router.weight.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_config_of_experts_is_enough_for_settings():
-    wanted: RouterSettings = ExpertConfig(
-        count=8, per_token=2, intermediate_size=4, score="sigmoid"
-    )
-    logits = random_logits(5, 8)
-    assert torch.equal(route(logits, no_padding(logits), None, wanted).scores, logits.sigmoid())
-
-
 KINDS = [
     Settings(2),
     Settings(3, "sigmoid", scaling=2.5, groups=4, groups_kept=2),
@@ -182,13 +171,6 @@ def test_of_equal_scores_the_lower_number_wins():
     ).routing.experts.tolist() == [[0, 2]]
 
 
-def test_scores_that_vanish_give_zero_weights_and_finite_gradients():
-    logits = torch.full((2, 4), -200.0, requires_grad=True)
-    routing, _ = route(logits, torch.zeros(2, dtype=torch.bool), None, Settings(2, "sigmoid"))
-    routing.weights.sum().backward()
-    assert (routing.weights == 0).all() and logits.grad.isfinite().all()
-
-
 def test_a_nan_of_a_token_stays_visible():
     logits = torch.zeros(2, 4)
     logits[0, 3] = -float("nan")
@@ -205,14 +187,6 @@ def test_first_best_equals_a_stable_sort(values, count):
     count = min(count, len(values))
     found = first_best(torch.tensor(values) + 0.0, count).tolist()  # + 0.0: no -0
     assert found == sorted(range(len(values)), key=lambda place: -values[place])[:count]
-
-
-def test_ordered_bits_orders_as_floats_do():
-    rising = torch.tensor(
-        [-float("inf"), -3e38, -1.5, -1e-45, 0.0, 1e-45, 1.0, 1.0000001, 3e38, float("inf")]
-    )
-    assert (ordered_bits(rising).diff() > 0).all()
-    assert ordered_bits(torch.tensor([float("nan"), float("inf")])).diff() == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,14 +211,6 @@ def test_drop_beyond_equals_naive_with_gradients(tokens, experts, most, coarse, 
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*outcomes))
     for expert in range(experts):
         assert (outcomes[0][0] == expert).sum() == min(most, int((routing.experts == expert).sum()))
-
-
-def test_dropping_keeps_the_earlier_of_equal_tokens():
-    routing = Routing(
-        torch.tensor([[1], [0], [1], [1], [-1]], dtype=torch.int32),
-        torch.tensor([[0.5], [0.1], [0.9], [0.5], [0.0]]),
-    )
-    assert drop_beyond(routing, 2, 2).experts.flatten().tolist() == [1, 0, 1, -1, -1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,7 @@ def experts():
 
 @pytest.mark.parametrize("late", [("out",), ("back",)])
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+@pytest.mark.few(3)
 def test_all_modules_are_bitwise_what_stays(granularity, late, dense):
     found, runtime, graphed = train(config(), DENSE, granularity=granularity, late=late)
     assert same(found, dense)
@@ -48,12 +49,14 @@ def test_all_modules_are_bitwise_what_stays(granularity, late, dense):
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
+@pytest.mark.few(2)
 def test_any_number_of_microbatches_of_several_shapes(granularity):
     found, _, _ = train(config(), DENSE, granularity=granularity, late=("out", "back"), **VARIED)
     assert same(found, train(config(), **VARIED)[0])
 
 
 @pytest.mark.parametrize("modules", SETS)
+@pytest.mark.few(3)
 def test_every_module_by_itself(modules, dense):
     found, runtime, _ = train(config(), modules, granularity="chunk", late=("out", "back"))
     assert same(found, dense)
@@ -65,6 +68,7 @@ def test_every_module_by_itself(modules, dense):
 @pytest.mark.parametrize(
     "knobs", [{"fraction": 0.0}, {"fraction": 0.5}, {"margin": None}, {"in_flight": 0}]
 )
+@pytest.mark.few(4)
 def test_plans_are_followed_without_a_changed_bit(granularity, knobs, dense):
     found, runtime, _ = train(
         config(), DENSE, granularity=granularity, late=("out",), policy=by_hand(**knobs)
@@ -93,7 +97,10 @@ def every_other(trace: OffloadTrace) -> OffloadPlan:
         ("out", "back"),
     ],
 )
-@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+@pytest.mark.parametrize(
+    "granularity",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (None, "layer")), "chunk"],
+)
 def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense):
     found, runtime, _ = train(
         config(), DENSE, granularity=granularity, late=late, policy=every_other, parts=4
@@ -113,6 +120,7 @@ def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
+@pytest.mark.few(2)
 def test_parts_of_rows_of_several_shapes(granularity):
     varied = {"counts": (2, 2, 3, 2), "capacities": CAPACITIES}
     found, runtime, _ = train(
@@ -130,6 +138,7 @@ def test_parts_of_rows_of_several_shapes(granularity):
 
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
 @pytest.mark.parametrize("postpones", [False, True])
+@pytest.mark.few(4)
 def test_eager_stages_between_captured_ones(scope, postpones, dense):
     found, _, graphed = train(
         config(), DENSE, granularity="layer", scope=scope, late=("out",), postpones=postpones
@@ -139,32 +148,13 @@ def test_eager_stages_between_captured_ones(scope, postpones, dense):
 
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+@pytest.mark.few(3)
 def test_experts(granularity, experts):
     found, runtime, _ = train(
         config(experts=True), EXPERTS, granularity=granularity, late=("out", "back")
     )
     assert same(found, experts)
     assert {group.name for group in runtime.trace.groups} == set(EXPERTS)
-
-
-@pytest.mark.parametrize("modules", [("expert_fc1",), ("moe_act",)])
-def test_every_module_of_experts_by_itself(modules, experts):
-    found, runtime, _ = train(
-        config(experts=True), modules, granularity="chunk", late=("out", "back")
-    )
-    assert same(found, experts)
-    assert {group.name for group in runtime.trace.groups} == set(modules)
-    assert all(group.bytes > 0 for group in runtime.trace.groups)
-
-
-def test_graphs_need_less_memory():
-    taken = [
-        train(config(layers=6), modules, granularity="chunk", counts=(1,) * 3, poison=False)[
-            2
-        ].stats.pool_bytes
-        for modules in ((), DENSE)
-    ]
-    assert taken[1] < 0.5 * taken[0]
 
 
 def test_evaluation_between_steps_changes_nothing(dense):

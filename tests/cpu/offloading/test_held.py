@@ -87,6 +87,7 @@ def saving(who, late=(), **options):
         ("the caller by a view", True),
     ],
 )
+@pytest.mark.few(3)
 def test_what_others_hold_stays_from_the_next_pass_on(who, holds, way, late):
     stays, copies, gradient = saving(who, late, **WAYS[way])
     first, *others = stays[0]
@@ -144,6 +145,7 @@ def shared(**options):
 
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+@pytest.mark.few(3)
 def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
     """Its places are the same in eager passes and in captures, though a graph takes in leaves."""
     counts = {"counts": (1, 1, 2, 1), "capacities": CAPACITIES}

@@ -2,14 +2,12 @@
 waits for what."""
 
 import contextlib
-from collections import Counter
 
 import pytest
 import torch
 
 from packgraph.graphs.copy_streams import HostMemories
-from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
-from packgraph.graphs.memory import allocator as peak_memory
+from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.recorder.copy_streams import plain
 
 
@@ -161,34 +159,3 @@ def test_no_event_of_one_capture_is_waited_for_in_another(made):
     device.scope += 1
     copy_streams.wait(host.last)
     assert device.illegal
-
-
-def test_streams_are_all_different(monkeypatch):
-    class Dealt:
-        dealt, device = 0, "cuda:0"
-
-        def __init__(self, device):
-            Dealt.dealt += 1
-            self.cuda_stream = Dealt.dealt % 5
-
-    monkeypatch.setattr(torch.cuda, "Stream", Dealt)
-    own = Dealt("cuda:0")
-    found = streams_beside(own, 4)
-    assert len({stream.cuda_stream for stream in [own, *found]}) == 5
-
-
-def test_a_look_at_memory_begins_the_peak_anew(made, monkeypatch):
-    bytes_of = {"current": 5, "peak": 9}
-    monkeypatch.setattr(peak_memory, "_MOST", Counter())
-    monkeypatch.setattr(
-        torch.cuda.memory,
-        "memory_stats_as_nested_dict",
-        lambda device: {
-            kind: {"all": dict(bytes_of)} for kind in ("allocated_bytes", "reserved_bytes")
-        },
-    )
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5)
-    )
-    _, copy_streams = made
-    assert copy_streams.memory() == (5, 9) and copy_streams.memory() == (5, 5)

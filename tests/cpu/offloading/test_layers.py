@@ -84,28 +84,3 @@ def test_layers_that_are_graphed_themselves_get_the_engine_too():
     runtime = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
     assert attach(runtime, model) == [0, 1]
     assert attach(runtime, packgraph.graph(Layer())) == [0]
-
-
-def test_two_modules_of_a_layer_may_open_blocks_of_one_name():
-    """Self-attention and attention to the encoder: one pass, with two groups."""
-
-    class Crossed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.cross_attention = Layer(), Layer()
-
-        def forward(self, x):
-            return self.cross_attention(self.attention(x))
-
-    module = nn.Sequential(Crossed(), Crossed())
-    runtime = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
-    assert attach(runtime, module) == [0, 1]
-    for _ in range(2):
-        module(torch.randn(4, 8)).sum().backward()
-        runtime.end_step()
-    assert [(group.layer, group.name) for group in runtime.trace.groups] == [
-        (0, "core_attn"),
-        (0, "core_attn 2"),
-        (1, "core_attn"),
-        (1, "core_attn 2"),
-    ]

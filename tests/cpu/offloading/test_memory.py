@@ -122,6 +122,7 @@ def planned(trace: OffloadTrace, share: float) -> OffloadPlan:
         pytest.param(True, 4, id="experts-4", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(2)
 def test_peak_memory_falls_by_what_the_plan_says(experts, parts):
     made = replace(config(layers=4, experts=experts), intermediate_size=96)
     modules = EXPERTS if experts else DENSE
@@ -153,6 +154,7 @@ HELD = [(("mlp_act",), 1), (EXPERTS, 1), (EXPERTS, 4)]
 
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
+@pytest.mark.few(3)
 def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
     """Not by the pass that finds it, either. Engines of other runs do the same, by its trace."""
     kept, _ = run(shared_experts(), modules, parts)
@@ -170,6 +172,7 @@ def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
 
 @pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
+@pytest.mark.slow
 def test_memory_that_others_hold_is_found_where_everything_moves(modules, parts, before):
     plans = []
 
@@ -187,6 +190,7 @@ def test_memory_that_others_hold_is_found_where_everything_moves(modules, parts,
 
 
 @pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.few(2)
 def test_where_nobody_looks_who_holds_memory_more_is_promised(everything, monkeypatch):
     """The control."""
     monkeypatch.setattr(GroupMemory, "is_held", lambda self: False)

@@ -112,30 +112,6 @@ def test_blocks_that_are_passed_by_are_told_once_each():
     assert runtime.plan is None
 
 
-@pytest.mark.filterwarnings(PASSED_BY)
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
-    pools = []
-    for moves in (False, True):
-        model = Net(6, reentrant=False)
-        called = packgraph.graph(model, warmup=1, slots=1, strict=True)
-        runtime = (
-            runtime_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
-        )
-        for seed in range(3):
-            called(sample(512, seed)).sum().backward()
-            if runtime is not None:
-                runtime.end_step()
-        assert called.stats.replayed == 2
-        pools.append(
-            (
-                called.stats.pool_bytes,
-                *(slot.pool.host.arenas.nbytes() for slot in called.slots.all),
-            )
-        )
-    assert pools[0] == pools[1] and pools[1][1] == 0
-
-
 def test_parameters_that_were_changed_between_forward_and_backward_are_refused():
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -301,18 +277,6 @@ def test_a_block_that_fails_is_none_of_its_pass():
     assert [group.layer for group in runtime.trace.groups] == [0, 0, 2, 2]
 
 
-def test_who_looks_at_what_was_saved_takes_nothing_from_the_backward():
-    def run(module):
-        loss = module(sample()).sum()
-        product = loss.grad_fn.next_functions[0][0].next_functions[1][0]
-        for _ in range(2):
-            assert torch.equal(product._saved_mat2, module.layers[-1].two)
-            assert product._saved_self.isfinite().all()
-        loss.backward()
-
-    same_as_kept(Net, run)
-
-
 def test_host_memory_does_not_grow_with_every_new_size():
     for sizes in (range(64, 128), range(128, 64, -1)):
         module = Net()
@@ -408,17 +372,3 @@ def test_tensors_that_are_more_than_bytes_stay(function):
             return function.apply(x @ self.one)
 
     same_as_kept(lambda: Net(kind=Other))
-
-
-def test_transformations_of_functions_move_nothing():
-    module = Net()
-    offloaded(module)
-
-    def loss(parameters):
-        return torch.func.functional_call(module, parameters, (sample(),)).sum()
-
-    found = torch.func.grad(loss)(dict(module.named_parameters()))
-    module(sample()).sum().backward()
-    assert all(
-        torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters()
-    )

@@ -42,7 +42,12 @@ def drawn_plan(data, trace):
 
 
 @pytest.mark.parametrize(
-    "granularity", [None, pytest.param("layer", marks=pytest.mark.slow), "chunk"]
+    "granularity",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param("layer", marks=pytest.mark.slow),
+        "chunk",
+    ],
 )
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

@@ -117,6 +117,7 @@ def test_what_graphs_take_is_the_compute_of_their_replays_alone(policy, monkeypa
 @pytest.mark.parametrize(
     "without", [{"granularity": "layer"}, {"scope": ("attn",)}, {"times_graphs": False}], ids=str
 )
+@pytest.mark.few(3)
 def test_nothing_is_said_of_passes_in_pieces_and_of_graphs_without_clocks(without, monkeypatch):
     assert replayed(monkeypatch, nothing, **without)[1] is None
 
@@ -149,6 +150,7 @@ def finish(folder, monkeypatch, granularity="chunk", **offload):
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "step"])
+@pytest.mark.few(2)
 def test_a_run_plans_again_by_its_graphs_and_stays_bitwise(granularity, tmp_path, monkeypatch):
     kept, _, _ = finish(tmp_path / "kept", monkeypatch)
     state, totals, (first, second) = finish(tmp_path / "run", monkeypatch, granularity, lost=0.01)
@@ -161,6 +163,7 @@ def test_a_run_plans_again_by_its_graphs_and_stays_bitwise(granularity, tmp_path
     assert set(totals["fallbacks"]) <= {"warm-up"}, totals
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_what_moves_plans_once(tmp_path, monkeypatch):
     _, _, plans = finish(tmp_path / "run", monkeypatch, fraction=0.5)
     assert len(plans) == 1

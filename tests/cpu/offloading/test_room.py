@@ -2,7 +2,6 @@
 after its copy."""
 
 import gc
-import itertools
 import weakref
 from dataclasses import replace
 
@@ -42,45 +41,6 @@ def test_room_is_what_the_backward_needs_beyond_the_forward():
     assert room.nbytes == 7 and room.of([0, 1, 2]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("looks", "nbytes"),
-    [
-        ([(10, 10), (10, 31), (10, 12)], 0),  # a loss before the first backward is no need of one
-        ([(10, 10), (10, 10), (30, 32)], 2),  # gradients of parameters, 20, are made and stay
-        ([(10, 10), (10, 10), (5, 14)], 4),
-    ],
-)
-def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
-    room = Headroom(Told(*looks))
-    room.made(10)
-    room.reached(10, 10, 1)
-    room.reached(10, 10, 0)
-    assert room.nbytes == nbytes
-
-
-def test_every_module_has_the_room_that_its_backward_leaves():
-    room = Headroom(Told((30, 30), (30, 30), (10, 34), (10, 36), (0, 50)))
-    room.made(30)
-    room.reached(30, 30, 3)
-    room.reached(10, 10, 2)  # 4 beside 30
-    room.reached(10, 15, 2)  # 26 beside 10
-    room.reached(0, 0, 1)  # 35 beside 15
-    assert room.nbytes == 35
-    assert room.of([1, 2, 2, 3]) == (0, 0, 0, 31), (
-        "nobody knows of the last; parts of a module have the same"
-    )
-
-
-def test_what_is_handed_on_to_the_next_module_is_a_need_of_both():
-    room = Headroom(Told((30, 30), (30, 30), (24, 36), (11, 25), (1, 13)))
-    room.made(30)
-    room.reached(30, 30, 3)
-    room.reached(20, 20, 2)  # 6 beside 30: 4 are there as the next one starts, and 1 at the end
-    room.reached(10, 10, 1)  # 5 beside 20
-    room.reached(0, 0, 0)  # 3 beside 10
-    assert room.nbytes == 5 and room.of([1, 2, 3]) == (3, 1, 0)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.booleans()
 )
@@ -113,27 +73,6 @@ def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
         )
 
 
-def test_memory_that_turns_out_to_be_others_was_beside_the_groups():
-    room = Headroom(Told((10, 10), (20, 22), (30, 30), (30, 30), (20, 35)))
-    for held in (10, 20, 30):
-        room.made(held)
-    room.is_others(
-        8, 1, 2
-    )  # copied, and held nevertheless: it had left the groups when the third one was made
-    room.reached(30, 30, 1)
-    room.reached(20, 20, 0)
-    assert room.nbytes == 0 and room.of([1]) == (5,)
-
-
-def test_a_forward_may_be_what_takes_most():
-    room = Headroom(Told((10, 60), (10, 10), (10, 14), (10, 12)))
-    room.made(10)
-    room.reached(10, 10, 2)
-    room.reached(10, 10, 1)
-    room.reached(10, 10, 0)
-    assert room.nbytes == 0 and room.of([0, 1, 2]) == (0, 48, 46)
-
-
 @pytest.mark.parametrize(("policy", "looks"), [(False, runtime.LOOKS), (True, runtime.LOOKS + 4)])
 def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks):
     copy_streams = EmulatedCopyStreams()
@@ -164,44 +103,6 @@ def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
         gc.enable()
 
 
-def test_nobody_knows_without_an_allocator():
-    room = Headroom(EmulatedCopyStreams())
-    room.made(10)
-    room.reached(10, 10, 1)
-    room.reached(10, 10, 0)
-    assert room.nbytes == 0 and room.of([1]) == ()
-
-
-@pytest.mark.parametrize("measures", [False, True])
-def test_groups_on_the_device_are_counted(measures, monkeypatch):
-    """Up to all of them where nothing moves; else what copies have left, in flight and back for the
-    next backward."""
-    seen = []
-    monkeypatch.setattr(Headroom, "made", lambda self, held: seen.append(held))
-    monkeypatch.setattr(
-        Headroom,
-        "reached",
-        lambda self, before, after, module: seen.append((before, after, module)),
-    )
-    _, runtime, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
-    sizes = [group.bytes for group in runtime.trace.groups]
-    made, reached = seen[: len(sizes)], seen[len(sizes) :]
-    if measures:
-        assert made == [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        assert reached == [
-            (held, held, module) for module, held in reversed(list(enumerate(made, 1)))
-        ]
-    else:
-        assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], (
-            "one copy in flight"
-        )
-        # Its own comes back with the one before it; what is next is already there.
-        assert all(before < after <= sum(sizes) for before, after, _ in reached[:-1])
-        # The copy of the last one is under way: it leaves before it comes back.
-        assert reached[0] == (sizes[-1], sizes[-1] + sizes[-2], len(sizes))
-    assert reached[-1][1:] == (sizes[0], 1)
-
-
 def given_back_at(offset):
     """A policy that gives memory back `offset` groups after each group, and would keep all copies
     in flight."""
@@ -219,6 +120,7 @@ def given_back_at(offset):
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 @pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.few(4)
 def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
     granularity, offset, monkeypatch
 ):
@@ -293,6 +195,7 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
+@pytest.mark.few(2)
 def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypatch):
     """Whatever the plan lets be in flight: before another forward begins, and before its
     backward."""

@@ -13,8 +13,6 @@ from packgraph.offloading.rules import MODULES, why_not
 from packgraph.offloading.search import knob_moves, plan_by_knobs
 from packgraph.offloading.simulate import simulate_offload
 
-TEN = make_trace([10, 10, 10, 1, 10, 10, 10, 10, 10, 10], [10.0] * 10)
-
 
 def moved(trace: OffloadTrace, pp_rank: int = 0, **knobs) -> list[int]:
     return [
@@ -22,21 +20,6 @@ def moved(trace: OffloadTrace, pp_rank: int = 0, **knobs) -> list[int]:
         for index, moves in enumerate(knob_moves(trace, OffloadKnobs(**knobs), pp_rank))
         if moves
     ]
-
-
-def test_the_picture_of_the_module_comes_true() -> None:
-    assert moved(TEN, 1, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [
-        0,
-        1,
-        2,
-    ]
-    assert moved(TEN, 0, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [
-        0,
-        1,
-        2,
-        4,
-    ]
-    assert moved(TEN, 2, min_bytes=2, margin=0, delta_bytes_per_pp_rank=15) == [0, 1, 2, 4, 5, 6]
 
 
 def test_the_usual_margin_is_all_parts_of_the_last_layer() -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.api import attach
-from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed, OffloadKnobs
 from packgraph.offloading.runtime import OffloadRuntime
@@ -168,26 +167,6 @@ def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collec
     assert len(runtime.copy_streams.memories._buffers) == 1
 
 
-def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(
-    no_collections, monkeypatch
-):
-    groups = []
-    begin = SavedGroup.__init__
-
-    def noting(self, *arguments, **options):
-        begin(self, *arguments, **options)
-        groups.append(weakref.ref(self))
-
-    monkeypatch.setattr(SavedGroup, "__init__", noting)
-    module = Marked(lambda h: (h.sin().sum(), h.cos().exp().sum()))
-    offloaded(module)
-    one, other = module(torch.randn(32, 32))
-    one.backward()
-    assert groups[0]() is not None
-    del one, other
-    assert groups[0]() is None
-
-
 class Stack(nn.Module):
     """Layers one after the other, each with a block."""
 
@@ -204,21 +183,6 @@ class Stack(nn.Module):
 
 def every(trace):
     return plan_by_knobs(trace, CopySpeed(), OffloadKnobs(min_bytes=1))
-
-
-def test_frozen_layers_save_nothing_and_the_others_are_planned_for():
-    module = Stack(4)
-    module.layers[0].requires_grad_(False)
-    runtime = offloaded(module, policy=every)
-    gradients_of(module)
-    runtime.settle()
-    assert [(group.layer, group.bytes > 0) for group in runtime.trace.groups] == [
-        (0, False),
-        (1, True),
-        (2, True),
-        (3, True),
-    ]
-    assert runtime.plan.moved_bytes > 0
 
 
 def test_what_the_loss_leaves_out_is_needed_last():

@@ -1,7 +1,6 @@
 """The search for plans of offloading: equal to all there is in small cases, never worse by more
 means, quick."""
 
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -10,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadcheck import timeline_errors
 from offloadtraces import (
-    compiled_trace,
     decoder_trace,
     make_trace,
-    measured_trace,
     small_traces,
     speeds,
 )
@@ -77,6 +74,7 @@ def test_small_cases_have_the_best_of_all_plans(
 
 
 @pytest.mark.parametrize("order", [(40, 30, 20, 10, 0), (10, 40, 0, 20, 30)])
+@pytest.mark.few(2)
 def test_five_groups_have_the_best_of_all_plans(order: tuple[int, ...]) -> None:
     """Backwards in another order included."""
     trace = make_trace([9, 4, 7, 5, 6], [3.0, 5.0, 4.0, 2.0, 6.0])
@@ -94,41 +92,6 @@ def test_five_groups_have_the_best_of_all_plans(order: tuple[int, ...]) -> None:
     assert waits[0] > waits[2] > waits[-1] == 0, (
         "budgets that are hard, less hard, and large enough for all"
     )
-
-
-def test_eight_groups_have_the_best_of_all_sets() -> None:
-    """Of all sets with reloads that start when they are needed, or one or two backwards before; the
-    candidates of long traces come near."""
-    trace = make_trace([9, 4, 7, 5, 6, 8, 3, 7], [3.0, 5.0, 4.0, 2.0, 6.0, 3.0, 4.0, 5.0])
-    speed = CopySpeed(1.0, 1.0, 0.2)
-    plans = [
-        predicted(
-            trace,
-            speed,
-            OffloadPlan(
-                moves,
-                tuple(
-                    min(index + ahead, 7) if moved else KEPT for index, moved in enumerate(moves)
-                ),
-                in_flight,
-            ),
-        )
-        for moves in product((False, True), repeat=8)
-        for ahead in range(3)
-        for in_flight in range(3)
-    ]
-    gaps = []
-    for budget in (45, 40, 35, 30, 25):
-        best, near = (
-            plan_for_bytes(trace, speed, budget),
-            plan_for_bytes(trace, speed, budget, few=0),
-        )
-        assert (
-            best.exposed_us
-            <= min(plan.exposed_us for plan in plans if plan.peak_bytes <= budget) + NEAR
-        )
-        gaps.append(near.lost - best.lost)
-    assert min(gaps) >= -NEAR and sum(gaps) / len(gaps) < 0.02
 
 
 @given(
@@ -193,70 +156,6 @@ def test_an_8b_shaped_stack_moves_what_the_link_carries(slots: int) -> None:
     assert all(may or not moved for may, moved in zip(small, only.moves))
 
 
-H200_PLAIN = CopySpeed(55_337.0, 55_501.0, 4.0)
-
-
-def most_bytes(trace: OffloadTrace, lost: float) -> float:
-    """What copies can take from the first group that may move until the forward has ended and
-    waited."""
-    first = min(group.forward_us for group in trace.groups if group.bytes)
-    return H200_PLAIN.to_host_bytes_per_us * (trace.forward_us - first + lost * trace.compute_us)
-
-
-@pytest.mark.parametrize(
-    ("widths", "room", "least", "moved"),
-    [
-        ("qwen3-8b", 0, 0.85, 0.85),
-        ("qwen3-8b", 450 * 2**20, 0.98, 0.98),
-        ("moonlight", 0, 0.90, 0.90),
-        ("moonlight", 450 * 2**20, 0.98, 0.98),
-    ],
-)
-def test_measured_layers_give_nearly_all_that_copies_can_take(
-    widths: str, room: int, least: float, moved: float
-) -> None:
-    """Before memory was given back at commits that a plan names it was 0.80 and 0.83, and the peak
-    fell by less than what moved."""
-    trace = measured_trace(widths, room)
-    plan = plan_for_time(trace, H200_PLAIN, 0.01)
-    most = most_bytes(trace, 0.01)
-    assert plan.lost <= 0.01 and plan.saved_bytes > least * most and plan.moved_bytes > moved * most
-    assert plan.saved_bytes > 0.99 * plan.moved_bytes
-    assert timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
-    none = plan_for_time(trace, H200_PLAIN, 0.0)
-    assert none.lost == 0 and none.saved_bytes > 0.84 * most, "without any waiting, too"
-
-
-@pytest.mark.parametrize(
-    ("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.34), ("moonlight", 0.18, 0.25)]
-)
-def test_parts_of_layers_give_what_whole_layers_are_too_large_for(
-    widths: str, whole: float, parts: float
-) -> None:
-    """Shares of what is kept, at 1 % of the time; copies cannot take more than 0.42 and 0.30 of
-    it."""
-    room, found = 224 * 2**20, []
-    for count in (1, 8):
-        trace = compiled_trace(widths, room, count)
-        plan = plan_for_time(trace, H200_PLAIN, 0.01)
-        assert (
-            plan.lost <= 0.01
-            and timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
-        )
-        found.append(plan.saved_bytes / trace.bytes)
-    assert found[0] < whole and found[1] > parts, found
-
-
-def test_three_hundred_groups_are_planned_quickly() -> None:
-    """50 to 90 ms each on a core of 2026; the bound leaves room for busy machines."""
-    trace = decoder_trace(50, 4)
-    assert len(candidates(trace, (True,) * 300)) < 1000
-    begin = time.process_time()
-    plan_for_bytes(trace, H200, trace.kept_peak_bytes // 2)
-    plan_for_time(trace, H200, 0.01)
-    assert time.process_time() - begin < 0.4
-
-
 def test_what_cannot_be_is_said() -> None:
     trace = make_trace([2**30] * 4, [10.0] * 4, other_bytes=2**30)
     with pytest.raises(
@@ -269,16 +168,3 @@ def test_what_cannot_be_is_said() -> None:
         plan_for_time(trace, CopySpeed(), -1)
     with pytest.raises(ValueError, match="4 groups, and 1 are said"):
         plan_for_time(trace, CopySpeed(), 0.0, (True,))
-
-
-def test_a_single_group_may_be_under_way_until_the_forward_ends():
-    """It waits for less than one whose copy is waited for at once."""
-    groups = tuple(
-        replace(group, forward_us=made, backward_us=0.0)
-        for group, made in zip(make_trace([1, 1], [1.0, 1.0]).groups, (0.0, 1.0))
-    )
-    trace = replace(
-        make_trace([1, 1], [1.0, 1.0]), groups=groups, forward_us=1.0, backward_us=0.0, slots=2
-    )
-    found = plan_for_bytes(trace, CopySpeed(0.25, 0.25, 0.0), 3, movable=(True, False))
-    assert sum(found.moves) == 1 and found.in_flight == 1 and found.exposed_us == pytest.approx(7.0)

@@ -18,7 +18,6 @@ from packgraph.offloading.plan import (
     OffloadTrace,
     plan_errors,
 )
-from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import (
     OffloadTimeline,
     Passes,
@@ -60,23 +59,6 @@ def test_the_picture_of_the_module_comes_true() -> None:
     ]
     assert timeline.peak_bytes == 30
     assert timeline_errors(FOUR, PLAN, timeline) == []
-
-
-def test_waits_move_everything_behind_them() -> None:
-    plan = OffloadPlan((True, True, False, True), (0, 1, KEPT, 3), 1)
-    slow = CopySpeed(0.5, 0.5, 0.0)
-    timeline = simulate_offload(FOUR, slow, plan)
-    # 20 us each: the commit of 1 waits for copy 0, the end of the forward for copy 3; reloads are
-    # all exposed.
-    assert tuple(timeline.waits) == (
-        Wait(0, True, 20, 30),
-        Wait(3, True, 50, 70),
-        Wait(3, False, 70, 90),
-        Wait(1, False, 130, 150),
-        Wait(0, False, 170, 190),
-    )
-    assert timeline.forward_end == 70 and timeline.end == 120 + timeline.exposed_us
-    assert timeline_errors(FOUR, plan, timeline) == []
 
 
 def test_other_microbatches_hold_what_is_kept() -> None:
@@ -186,85 +168,6 @@ def test_the_fast_passes_equal_the_simulator(
     inline = passes.backward(moves, kept, 0)
     assert inline is not None and inline.peak_bytes <= backward.peak_bytes
     assert backward.peak_bytes <= max(limit, inline.peak_bytes)
-
-
-def test_memory_is_given_back_at_a_commit_that_the_plan_names() -> None:
-    """Two copies may be in flight: by their number alone nothing comes back before the forward
-    ends."""
-    plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
-    slow = CopySpeed(0.8, 2.0, 0.0)
-    assert simulate_offload(FOUR, slow, plan).peak_bytes == 40
-    released = with_releases(FOUR, slow, plan)
-    assert released.release_at == (2, KEPT, KEPT, KEPT), "the copies end at 22.5 and 42.5"
-    assert simulate_offload(FOUR, slow, released).peak_bytes == 30
-    waiting = simulate_offload(FOUR, slow, replace(plan, release_at=(1, KEPT, 3, KEPT)))
-    assert tuple(waiting.waits) == (
-        Wait(0, True, 20, 22.5),
-        Wait(2, True, 42.5, 45.0),
-        Wait(2, False, 65.0, 70.0),
-        Wait(0, False, 110.0, 115.0),
-    )
-    assert plan_errors(FOUR, replace(plan, release_at=(3, 1, 2, KEPT))) == [
-        "group 1 (qkv_linear of layer 0) does not move and is given back at 1",
-        "group 2 (core_attn of layer 0) is given back before a group whose copy comes first",
-    ]
-    assert (
-        "given back at 1: it must be itself"
-        in plan_errors(FOUR, replace(plan, release_at=(1, KEPT, 1, KEPT)))[0]
-    )
-    assert "1 places to give memory back at" in plan_errors(FOUR, replace(plan, release_at=(1,)))[0]
-
-
-def test_a_forward_may_lie_where_the_backward_has_its_gradients() -> None:
-    plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
-    for room, peak in ((0, 40), (5, 35), (50, 20)):
-        trace = replace(FOUR, forward_room=room)
-        assert predicted(trace, CopySpeed(0.8, 2.0, 0.0), plan).peak_bytes == peak, (
-            "no less than what is kept"
-        )
-        assert predicted(replace(trace, slots=2), SPEED, plan).peak_bytes == 20 + 40, (
-            "beside others there is no room"
-        )
-
-
-def test_a_backward_has_groups_back_where_all_else_is_small() -> None:
-    """Two of four come back early, so 30 bytes are there from the first backward to the end of the
-    second."""
-    plan = OffloadPlan((True, True, False, False), (2, 3, KEPT, KEPT), 4)
-    for rooms, peak in (
-        ((), 30),
-        ((0, 0, 10, 10), 20),
-        ((0, 10, 0, 10), 30),
-        ((40, 40, 40, 40), 0),
-    ):
-        trace = replace(FOUR, forward_room=40, backward_room=rooms)
-        assert predicted(trace, CopySpeed(5.0, 5.0, 0.0), plan).peak_bytes == peak, rooms
-    third = (False, False, True, False)  # has to be on its way when the backward begins
-    for rooms, peak in (((), 40), ((0, 0, 0, 10), 30)):
-        trace = replace(FOUR, forward_room=40, backward_room=rooms)
-        assert plan_for_time(trace, SPEED, 0.0, third).peak_bytes == peak
-    kept = replace(FOUR, forward_room=40, backward_room=(0, 40, 40, 40))
-    assert kept.kept_peak_bytes == 10, "if nothing moves, what is needed last finds the others gone"
-    with pytest.raises(ValueError, match="4 groups and backward_room of 1"):
-        replace(FOUR, backward_room=(1,))
-    with pytest.raises(ValueError, match="the least backward_room is -1"):
-        replace(FOUR, backward_room=(1, 0, 0, -1))
-
-
-@given(st.data(), small_traces(), speeds())
-def test_to_give_back_what_has_left_costs_nothing(
-    data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
-) -> None:
-    plan = data.draw(plans(trace))
-    before, released = replace(plan, release_at=()), with_releases(trace, speed, plan)
-    assert plan_errors(trace, released) == []
-    one, two = (simulate_offload(trace, speed, each) for each in (before, released))
-    assert one.waits == two.waits and one.copies == two.copies and one.end == two.end
-    assert two.peak_bytes <= one.peak_bytes
-    given = simulate_offload(trace, speed, plan)
-    # The same waits may stand at other places of the program, where no time passes between them.
-    if (given.waits, given.commits) == (one.waits, one.commits):
-        assert two.peak_bytes <= given.peak_bytes, "as early as can be"
 
 
 def altered(timeline: OffloadTimeline, **values: object) -> OffloadTimeline:

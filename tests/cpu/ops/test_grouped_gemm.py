@@ -11,9 +11,7 @@ from interpreterkit import bounds_from_memory, inside, needs_triton, outside, ru
 
 from packgraph.ops import grouped_gemm as grouped_ways
 from packgraph.ops.grouped_gemm import (
-    ADDED,
     ADDED_ANYWHERE,
-    MULTIPLIED,
     MULTIPLIED_ANYWHERE,
     Added,
     Multiplied,
@@ -21,54 +19,10 @@ from packgraph.ops.grouped_gemm import (
     describable,
     multiplied_anywhere,
     multiplied_way,
-    naive_grouped_mm,
 )
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
-
-
-def add_in_memory(builder, kind, descriptor, value, indices):
-    """What the interpreter lacks: the addition of a tile that the cache makes. `builder` and `kind`
-    are its own."""
-    there = builder.create_descriptor_load(descriptor, indices, None, None)
-    builder.create_descriptor_store(
-        descriptor, type(value)(there.data + value.data, value.dtype), indices
-    )
-
-
-@inside
-@bounds_from_memory
-@pytest.mark.parametrize(
-    ("ends", "way"),
-    [
-        (ENDS[0], Added("descriptors", 32, 16, 32, programs=3)),
-        (ENDS[1], Added("descriptors", 16, 16, 32, programs=1)),
-        (ENDS[1], Added("descriptors", 32, 32, 16, parts=2, programs=5, group=2)),
-        (ENDS[2], Added("descriptors", 16, 32, 64, programs=3)),
-        (ENDS[3], Added("descriptors", 64, 16, 32, reduce=False, parts=2, programs=2)),
-        (ENDS[4], Added("descriptors", 32, 32, 64, reduce=False, programs=1000)),
-    ],
-    ids=str,
-)
-def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    from packgraph.ops.grouped_gemm import add_by_descriptors
-
-    monkeypatch.setattr(
-        InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False
-    )
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    left, right = torch.randn(ROWS, 24), torch.randn(ROWS, 44)[:, :40]
-    left[ends[-1] :], right[ends[-1] :] = NAN, NAN
-    before = torch.randn(4, 24, 40)
-    total = before.clone()
-    add_by_descriptors(total, left, right, offsets, way, way.programs)
-    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
-        expected = before[expert] + left[start:end].mT @ right[start:end]
-        torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
-        assert start < end or torch.equal(total[expert], before[expert])
 
 
 @inside
@@ -86,83 +40,6 @@ def test_rows_of_others_do_not_reach_a_sum():
     torch.testing.assert_close(total[0], left[:10].mT @ right[:10], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(total[2], left[20:].mT @ right[20:], rtol=1e-5, atol=1e-4)
     assert not total[1].isfinite().any()
-
-
-@inside
-@bounds_from_memory
-@pytest.mark.parametrize(
-    ("ends", "transposed", "way", "programs"),
-    [
-        (ENDS[0], False, Multiplied("descriptors", 32, 32, 16), 3),
-        (ENDS[0], True, Multiplied("descriptors", 16, 64, 64), 2),
-        (ENDS[1], True, Multiplied("descriptors", 32, 64, 16), 1),
-        (ENDS[2], False, Multiplied("descriptors", 32, 32, 32), 3),
-        (ENDS[3], True, Multiplied("descriptors", 64, 32, 32), 2),
-        (ENDS[4], False, Multiplied("descriptors", 64, 64, 32), 9),
-    ],
-    ids=str,
-)
-def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
-    from packgraph.ops.grouped_gemm import multiply_by_descriptors
-
-    offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
-    a, matrices = (
-        torch.randn(ROWS, 44)[:, :40],
-        torch.randn(4, 72, 40) if transposed else torch.randn(4, 40, 72),
-    )
-    expected = naive_grouped_mm(a, matrices.mT if transposed else matrices, offsets)
-    a[used:] = NAN
-    found = multiply_by_descriptors(a, matrices, offsets, transposed, way, programs)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found[:used], expected[:used], rtol=1e-5, atol=1e-4)
-
-
-@inside
-@bounds_from_memory
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
-    ends, transposed, dtype
-):
-    """Widths of 37 and 71 fill no tile and begin nowhere in particular; rows beyond the last hold
-    NaN."""
-    from packgraph.ops.grouped_gemm import multiply_by_pointers
-
-    offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
-    a = torch.randn(ROWS, 44)[:, :37].to(dtype)
-    matrices = (torch.randn(4, 71, 37) if transposed else torch.randn(4, 37, 71)).to(dtype)
-    expected = naive_grouped_mm(
-        a.float(), (matrices.mT if transposed else matrices).float(), offsets
-    )
-    a[used:] = NAN
-    for _, way in MULTIPLIED_ANYWHERE:
-        found = multiply_by_pointers(a, matrices, offsets, transposed, way)
-        assert found.shape == expected.shape and found.dtype is dtype
-        close = (
-            {"rtol": 1e-5, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
-        )
-        torch.testing.assert_close(found[:used].float(), expected[:used], **close)
-
-
-@inside
-@bounds_from_memory
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_pointers_add_products_of_any_width(ends, dtype):
-    from packgraph.ops.grouped_gemm import add_products
-
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
-    left[ends[-1] :], right[ends[-1] :] = NAN, NAN
-    left, right = left.to(dtype), right.to(dtype)
-    before = torch.randn(4, 37, 41)
-    total = before.clone()
-    add_products(total, left, right, offsets, ADDED_ANYWHERE)
-    left, right = left.float(), right.float()
-    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
-        expected = before[expert] + left[start:end].mT @ right[start:end]
-        torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
 
 
 SIZES = {"EXPERTS": 4}
@@ -258,16 +135,6 @@ def test_wide_numbers_and_other_devices_take_what_fits_everywhere(
     assert added_way(total.float(), left, left) == added_way(total, left, left)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [ADDED, MULTIPLIED, grouped_ways.BY_POINTERS, MULTIPLIED_ANYWHERE],
-    ids=["add", "multiply", "add by pointers", "multiply anywhere"],
-)
-def test_tables_descend_to_nothing(table):
-    least = [rows for rows, _ in table]
-    assert least == sorted(least, reverse=True) and least[-1] == 0
-
-
 def test_what_descriptors_cannot_take_goes_by_pointers(monkeypatch):
     monkeypatch.setattr(grouped_ways, "ADDED", ((0, Added("descriptors", 64, 128, 256)),))
     monkeypatch.setattr(grouped_ways, "MULTIPLIED", ((0, Multiplied("descriptors")),))
@@ -291,10 +158,3 @@ def test_descriptors_are_for_the_device_they_were_tried_on(major, monkeypatch):
         stride=lambda *dim: 1 if dim else (8, 1),
     )
     assert describable(like) is (major == 9)
-
-
-def test_what_begins_anywhere_is_copied_to_where_kernels_like_it():
-    even, odd = torch.arange(64).bfloat16(), torch.arange(65).bfloat16()[1:]
-    assert grouped_ways.aligned(even) is even
-    moved = grouped_ways.aligned(odd)
-    assert odd.data_ptr() % 16 and moved.data_ptr() % 16 == 0 and torch.equal(moved, odd)

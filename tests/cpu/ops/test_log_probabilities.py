@@ -63,6 +63,7 @@ def test_they_are_those_of_all_logits(kind):
 
 @pytest.mark.parametrize("kind", ["own", "live"])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.few(3)
 def test_graphs_replay_them_with_and_without_gradients(kind, entropy):
     eager, graphed = made(kind), packgraph.graph(made(kind), capacities=[CAPACITY], warmup=1)
     for seed in range(4):

@@ -12,27 +12,6 @@ pytestmark = needs_triton
 
 
 @inside
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
-def test_kernel_equals_the_operations(dtype, size):
-    from packgraph.ops.loss import logits_to_gradients
-
-    torch.manual_seed(0)
-    logits = (4 * torch.randn(6, size)).to(dtype)
-    logits[1, 7] = 60.0  # a target with probability 1
-    logits[4, 1 : size - 40] = -float("inf")  # words that are ruled out, whole blocks of them
-    logits[5, : size - 40] = -float("inf")
-    labels = torch.tensor([3, 7, IGNORED, size - 1, 0, size - 2])
-    expected_losses, losses = torch.empty(6), torch.empty(6)
-    expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
-    logits_to_gradients(logits, labels, losses)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        logits, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7
-    )
-    assert not logits[2].any() and losses[2] == 0
-
-
-@inside
 @pytest.mark.parametrize("label", [-1, 50, 64, 5000, -101, 2**40, -(2**40)])
 def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
     """The rows lie in a larger buffer, whose other numbers an illegal label would find."""

@@ -3,7 +3,6 @@ interpreter."""
 
 import pytest
 import torch
-from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.ops.loss import add_scaled_gradient, scaled, scaled_gradient
 
@@ -41,22 +40,3 @@ def test_operations_are_registered_as_torch_wants_them():
     gradient, total, weight = draw(torch.float32)
     torch.library.opcheck(scaled_gradient, (gradient, FACTOR, weight))
     torch.library.opcheck(add_scaled_gradient, (total, gradient, FACTOR, weight))
-
-
-@needs_triton
-@inside
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [(1,), (4097,), (0,)], ids=str)
-def test_the_kernel_has_the_bits_of_two_operations(size, dtype):
-    from packgraph.ops.loss import add_scaled
-
-    gradient, total = draw(dtype, size)[0], draw(torch.float32, size)[1]
-    expected = total + scaled(gradient.float(), FACTOR)
-    add_scaled(total, gradient, FACTOR)
-    assert torch.equal(total, expected)
-
-
-@needs_triton
-@outside
-def test_in_the_interpreter():
-    run_in_interpreter(__file__)

@@ -93,11 +93,6 @@ def test_a_pack_is_made_on_the_host_whatever_the_default_device_is():
         assert torch.equal(PackedBatch.build([[1, 2, 3]], Capacity(8, 2)).data, made.data)
 
 
-def test_equal_documents_give_equal_bytes():
-    first, second = (PackedBatch.build([[1, 2, 3], [4]], Capacity(7, 3)) for _ in range(2))
-    assert torch.equal(first.data, second.data)
-
-
 @pytest.mark.parametrize(
     ("documents", "numbers"),
     [
@@ -156,25 +151,10 @@ def test_batch_is_immutable_and_can_be_copied_and_sent():
         assert again.lengths == (2,)
 
 
-def test_to_the_device_it_is_on_copies_nothing():
-    batch = PackedBatch.build([[1, 2]], CAPACITY)
-    assert batch.to("cpu").data.data_ptr() == batch.data.data_ptr()
-    assert batch.to(torch.device("cpu"), non_blocking=False).lengths == batch.lengths
-    assert batch.to("meta").tokens.shape == (12,)
-
-
 @pytest.mark.parametrize("arguments", [(0, 1), (8, 0), (8, 2, 0), (8, 2, 9), (8.0, 2), (True, 2)])
 def test_capacity_refuses_senseless_numbers(arguments):
     with pytest.raises(ValueError, match="Capacity"):
         Capacity(*arguments)
-
-
-def test_capacities_are_ordered_and_know_their_longest_document():
-    assert Capacity(8, 2).longest == 8
-    small, more, large = Capacity(8, 2), Capacity(8, 4), Capacity(16, 1)
-    assert sorted([large, more, small]) == [small, more, large]
-    assert Capacity(8, 2) == Capacity(8, 2, 8)
-    assert len({Capacity(8, 2), Capacity(8, 2, 8)}) == 1
 
 
 def test_words_outside_a_vocabulary_are_refused_by_what_the_host_knows():

@@ -1,6 +1,5 @@
 """Verify with one run in memory at a time finds what the lockstep comparison finds."""
 
-import itertools
 import json
 import weakref
 from dataclasses import replace
@@ -61,6 +60,7 @@ def both(config: TrainConfig) -> tuple[VerifyReport, VerifyReport]:
     ],
     ids=["layer", "chunk", "step", "update"],
 )
+@pytest.mark.few(4)
 def test_right_runs_have_the_report_of_the_lockstep(config: TrainConfig) -> None:
     lockstep, apart = both(config)
     assert lockstep == apart and apart.good and apart.steps == 3 and apart.microbatches > 3
@@ -71,6 +71,7 @@ def test_steps_that_are_made_again_have_the_report_of_the_lockstep() -> None:
     assert lockstep == apart and apart.good and apart.made_again > 0
 
 
+@pytest.mark.slow
 def test_graphs_are_gone_before_there_is_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the old memory; near the limit of a device both do not fit."""
     events, free, room = [], Executor.free_graphs, Overflow.make_room
@@ -86,18 +87,12 @@ def test_graphs_are_gone_before_there_is_more_room(monkeypatch: pytest.MonkeyPat
     assert all(before[place] == "free" for place, event in enumerate(events) if event == "room")
 
 
-def test_packs_may_end_before_the_steps_do() -> None:
-    report = verify_sequential(
-        "short", granular("layer", steps=9), lambda: itertools.islice(random_packs(1), 8), CPU
-    )
-    assert report.good and report.steps < 9 and report.microbatches == 8
-
-
 @pytest.mark.parametrize(
     "config",
     [one_capacity(granular("chunk", steps=3)), with_stash(steps=3)],
     ids=["dense", "experts"],
 )
+@pytest.mark.few(2)
 def test_the_eager_run_is_gone_when_the_graph_run_is_made(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +119,7 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(
     assert first == [] and second and not any(second)
 
 
+@pytest.mark.slow
 def test_one_eager_run_is_enough_for_many_graph_runs() -> None:
     runs = SequentialRuns(packs_of_one, CPU, in_flight=lambda step: False, budget=budget_of)
     expected = runs.eager_run(one_capacity(granular("layer", steps=3)))
@@ -162,6 +158,7 @@ def test_a_broken_gradient_is_named_by_step_kind_and_tensor(
     assert apart.differences["parameters"].step == 3 and "random states" not in apart.differences
 
 
+@pytest.mark.slow
 def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_random_state(monkeypatch)
     config = one_capacity(tiny_config("chunk", 0.0, 3))
@@ -215,6 +212,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_zero_or_one(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packgraph import cli
 from packgraph.parallel.pipeline.schedule import make_schedule, slot_counts, to_csv
-from packgraph.viz.schedule import chunk_name, draw_svg, draw_text, make_picture, summarize, title
+from packgraph.viz.schedule import draw_text, make_picture, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,15 +24,6 @@ def test_a_small_schedule_is_drawn_to_scale() -> None:
         "  slot  a0 a1       a0    a0 a1       a0",
         "rank 1     F0 B0─── F1 B1─── F2 B2───",
         "  slot     a0 a0    a0 a0    a0 a0",
-    ]
-
-
-def test_buckets_are_named_and_stretch_time() -> None:
-    text = draw_text(make_picture(make_schedule(1, 1, 2), [100, 200], [1, 0]))
-    assert text.splitlines()[2:] == [
-        "rank 0  F0─── B0───────── F1 B1───",
-        "  slot  a0    a0          a0 a0",
-        "bucket  1     1           0  0",
     ]
 
 
@@ -51,44 +42,6 @@ def test_text_shows_every_action_within_the_width(
         panels = " ".join(line for line in narrow if line.startswith(f"rank {rank} "))
         # A backward that two panels share is named in both.
         assert len(row) <= len(re.findall(r"[FB]\d+", panels)) <= len(row) + narrow.count("") - 1
-
-
-def test_a_long_text_says_how_it_was_shortened() -> None:
-    text = draw_text(make_picture(make_schedule(8, 4, 64)))
-    assert "... 23 of 29 panels are left out to be short; an SVG shows all of it" in text
-    assert max(map(len, text.splitlines())) <= 120
-    assert "time 0 to 28" in text and "time 784 to 812" in text
-
-
-@pytest.mark.parametrize(("capacities", "buckets"), [((), ()), ((1024, 2500), (0, 1, 1, 0, 0))])
-def test_svg_holds_every_action_and_needs_nothing_else(capacities: tuple, buckets: tuple) -> None:
-    picture = make_picture(make_schedule(2, 2, 5, 3), capacities, buckets)
-    text = draw_svg(picture, "a <title> & more")
-    root = ElementTree.fromstring(text)
-    assert root.attrib["aria-label"] == "a <title> & more"
-    groups = root.findall(f"{SVG}g")
-    blocks = [block for row in picture.rows for block in row]
-    assert len(groups) == len(blocks) == 2 * 2 * 2 * 5
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for group, block in zip(groups, blocks):
-        assert group[2].text == block.label
-        assert group[3].text == (f"{block.slot}·{block.bucket}" if buckets else str(block.slot))
-        assert f"slot {block.slot_name}" in (group[0].text or "")
-        box = {name: float(group[1].attrib[name]) for name in ("x", "y", "width", "height")}
-        assert box["x"] + box["width"] <= width and box["y"] + box["height"] <= height
-    assert "prefers-color-scheme: dark" in text and "http" not in text.replace(SVG.strip("{}"), "")
-    # The same microbatch has one colour for its forwards and one for its backwards, on every rank.
-    fills = {(block.label, group[1].attrib["fill"]) for group, block in zip(groups, blocks)}
-    assert len(fills) == len({fill for _, fill in fills}) == 10
-
-
-def test_names_and_titles() -> None:
-    assert (chunk_name(0), chunk_name(25), chunk_name(26)) == ("a", "z", ".26.")
-    assert title(make_schedule(1, 1, 1), None) == "1F1B: 1 rank, 1 chunk each, 1 microbatch"
-    assert (
-        title(make_schedule(2, 2, 3), 3)
-        == "interleaved 1F1B in groups of 3: 2 ranks, 2 chunks each, 3 microbatches"
-    )
 
 
 def test_the_summary_counts_slots_and_tokens() -> None:

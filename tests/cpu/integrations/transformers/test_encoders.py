@@ -43,6 +43,7 @@ def test_a_clear_no(name):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
+@pytest.mark.few(2)
 def test_text_of_a_model_with_images_trains_through_its_text_model(name):
     """As the guide has it. The vision tower gets no gradient, as it gets none without images."""
     model = build_with_encoder(name)

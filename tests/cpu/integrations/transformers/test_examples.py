@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).parents[4] / "examples"
 # What each needs besides transformers, and how many calls two steps of warm-up leave to replays;
 # hf_trainer evaluates ten rows too.
 LOOPS = {
+    "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
     "hf_trainer": ("accelerate", ["--steps", "10"], 31 + 10),
     "trl_sft": ("trl", ["--steps", "10"], 18),
-    "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
     "fabric_loop": ("lightning_fabric", ["--steps", "10"], 8),
     "peft_lora": ("peft", ["--steps", "6"], 10),
 }
@@ -35,7 +35,7 @@ def test_own_loop(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 def test_loops_of_others_equal_themselves_without_graphs(name, monkeypatch, capsys, one_process):
     library, options, replays = LOOPS[name]
     pytest.importorskip(library, reason="the example is of this library")

@@ -42,6 +42,7 @@ def test_every_family_has_a_case():
 
 
 @pytest.mark.parametrize("family", CASES)
+@pytest.mark.few(2)
 def test_loss_and_gradients_are_those_of_documents_alone(family):
     model = build(family)
     reference = plain(model)
@@ -58,6 +59,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(family):
 
 
 @pytest.mark.parametrize("family", CASES)
+@pytest.mark.few(2)
 def test_the_comparison_sees_what_the_family_does(family):
     expected = float(document_loss(plain(build(family))))
     together = [[token for document in DOCUMENTS for token in document]]
@@ -69,7 +71,7 @@ def test_the_comparison_sees_what_the_family_does(family):
 
 
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.few(6)
+@pytest.mark.few(10)
 def test_graphs_equal_eager_bit_by_bit(family):
     found = packgraph.verify(
         packed(build(family)), random_batches(4), capacities=[CAPACITY], strict=True, warmup=1
@@ -78,6 +80,7 @@ def test_graphs_equal_eager_bit_by_bit(family):
 
 
 @pytest.mark.parametrize("family", CASES)
+@pytest.mark.few(4)
 def test_what_padding_holds_does_not_matter(family):
     model = packed(build(family))
     losses, found = [], []

@@ -100,7 +100,7 @@ CHANGES = {
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
-@pytest.mark.few(4)
+@pytest.mark.few(8)
 def test_a_change_behind_packed_is_refused(change, graphed):
     model = build("llama")
     call = packed(model)
@@ -152,6 +152,7 @@ def grafted(model):
         ("falcon_h1", "lm_head_multiplier"),
     ],
 )
+@pytest.mark.few(2)
 def test_factors_are_those_of_the_forward_of_the_model(family, name):
     """Some decoders read their config once, others at each call."""
     model = build(family)
@@ -162,6 +163,7 @@ def test_factors_are_those_of_the_forward_of_the_model(family, name):
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+@pytest.mark.few(2)
 def test_layers_that_the_config_does_not_count_are_refused(graphed):
     """GPT-2 runs all that it has."""
     model = build("gpt2")
@@ -176,6 +178,7 @@ def test_layers_that_the_config_does_not_count_are_refused(graphed):
 
 
 @pytest.mark.parametrize("make", [grown, grafted, other_config])
+@pytest.mark.few(3)
 def test_layers_with_configs_of_their_own(make):
     model = build("llama")
     make(model)
@@ -301,6 +304,7 @@ def test_a_class_with_a_forward_of_its_own_is_refused():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+@pytest.mark.few(2)
 def test_other_experts_are_refused(family):
     model = build(family)
     call = packgraph.graph(packed(model), [CAPACITY], warmup=1)
@@ -315,6 +319,7 @@ def test_other_experts_are_refused(family):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.few(4)
 def test_a_mixer_put_in_later_is_refused(family):
     model = build(family)
     call = packed(model)
@@ -328,6 +333,7 @@ def test_a_mixer_put_in_later_is_refused(family):
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "gpt_oss"])
+@pytest.mark.few(5)
 def test_a_packed_model_is_pickled(family, tmp_path):
     """In another process, too, where no implementation is registered yet."""
     model = build(family)

@@ -1,7 +1,6 @@
 """`packed` itself: what stays as it is, what is refused, and how people train."""
 
 import copy
-import types
 import warnings
 
 import pytest
@@ -47,6 +46,7 @@ def graphed_steps(model, batches, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gpt2", "gemma2"])
+@pytest.mark.few(2)
 def test_the_model_itself_stays_what_it_was(family, tmp_path):
     model = build(family).eval()
     names = list(model.state_dict())
@@ -63,13 +63,6 @@ def test_the_model_itself_stays_what_it_was(family, tmp_path):
         assert path.read_bytes() == (tmp_path / "after" / path.name).read_bytes()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
     torch.testing.assert_close(loaded.eval()(TOKENS).logits, expected, **TOLERANCE)
-
-
-def test_packing_again_keeps_the_implementation_that_was_there():
-    model = build("llama")
-    model.set_attn_implementation("eager")
-    name = packed(model).config._attn_implementation
-    assert name == packed(model).config._attn_implementation == "packgraph_eager"
 
 
 def test_hidden_states_and_log_probabilities():
@@ -114,6 +107,7 @@ def biased(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.few(2)
 def test_a_head_that_is_more_than_a_matrix_is_called(family):
     model = biased(build(family))
     reference = plain(model)
@@ -127,21 +121,9 @@ def test_a_head_that_is_more_than_a_matrix_is_called(family):
     torch.testing.assert_close(-probabilities.sum() / batch_of().num_loss_tokens, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_weights_that_accelerate_fetches_for_each_module(family):
-    """The head's too, which is then called: its weight is elsewhere."""
-    accelerate = pytest.importorskip("accelerate", reason="the hooks are of this library")
-    model = build(family).eval()
-    expected = document_loss(plain(model))
-    call = packed(model)
-    accelerate.cpu_offload(model, execution_device="cpu")
-    for made in (call, packed(model)):
-        with torch.no_grad():
-            torch.testing.assert_close(made(batch_of()), expected, **TOLERANCE)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.few(4)
 def test_gradient_checkpointing_as_the_model_asks_for_it(family, reentrant):
     model = build(family)
     expected = {name: g.clone() for name, g in gradients(packed(model)(batch_of()), model).items()}
@@ -161,15 +143,6 @@ def test_gradient_checkpointing_as_the_model_asks_for_it(family, reentrant):
     assert len(calls) == 2, "once in the forward, once again in the backward"
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_gradient_checkpointing_through_graphs(family):
-    model = build(family)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    made = packed(model.train())
-    found = packgraph.verify(made, random_batches(4), capacities=[CAPACITY], warmup=1, strict=True)
-    assert found and found.replayed == 3, found
 
 
 def is_checkpointed(model):
@@ -210,6 +183,7 @@ def test_reentrant_checkpointing_says_why_it_runs_eagerly():
         pytest.param("chunk", ["embed", "head"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(3)
 def test_scopes_and_granularities(granularity, scope):
     options = {"granularity": granularity, "scope": scope, "strict": True, "warmup": 1}
     found = packgraph.verify(
@@ -236,16 +210,6 @@ def test_what_layers_save_can_be_offloaded():
     assert graphed.stats.replayed > 2
 
 
-def test_stages_are_those_of_the_models_layers():
-    made = packed(build("gemma3_text"))
-    stages = made.stages()
-    assert [stage.name for stage in stages] == ["embed", "layer", "layer", "head"]
-    assert [stage.layer for stage in stages] == [-1, 0, 1, 2]
-    assert [stage.method[0] for stage in stages[1:3]] == list(made.model.model.layers)
-    inner = packed(build("llama")).stages()[1:3]
-    assert inner[0].method[1] is inner[1].method[1], "compiled once for both"
-
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "gemma3_text")]
 
 
@@ -263,23 +227,7 @@ def test_compiled_layers(family):
     assert found, found
 
 
-def test_a_whole_model_may_be_compiled_by_a_user():
-    """torch 2.11 asked stages for a hash before they had fields."""
-    model, batch = packed(build("qwen3").eval()), batch_of()
-    compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(compiled(batch), model(batch), rtol=0, atol=0)
-
-
 @pytest.mark.slow
-def test_like_layers_are_compiled_once():
-    torch._dynamo.reset()
-    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-    _, graphed = graphed_steps(
-        packed(build("qwen3", **layers)), random_batches(3), compile="aot_eager", strict=True
-    )
-    assert graphed.stats.compiled == 3 and graphed.stats.replayed == 2, "embed, a layer, head"
-
-
 def test_mixed_precision_and_frozen_parts():
     model = packed(build("qwen2"))
     for parameter in model.model.model.layers[0].parameters():
@@ -295,13 +243,6 @@ def test_mixed_precision_and_frozen_parts():
         assert any(gradient is None for gradient in found[0])
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert graphed.stats.replayed == 3
-
-
-def test_bfloat16_is_close_to_float32():
-    model = build("granite")
-    expected = float(packed(copy.deepcopy(model))(batch_of()))
-    # bfloat16 has 8 bits; a loss of about three through two layers
-    assert abs(float(packed(model.bfloat16())(batch_of())) - expected) < 0.05
 
 
 def test_dropout_draws_new_numbers_at_every_replay():
@@ -327,6 +268,7 @@ class Printing(nn.Module):
         return self.norm(x)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_captured_says_why_once_and_trains():
     model = build("llama")
     model.model.layers[1].input_layernorm = Printing(model.model.layers[1].input_layernorm)
@@ -363,20 +305,6 @@ def test_what_cannot_be_packed_is_refused_with_all_reasons():
         ValueError, match=r"the model has hooks.*'dynamic'.*output_router_logits = False"
     ):
         packed(model)
-
-
-def test_prompt_learning_is_refused():
-    wrapper = nn.Module()
-    wrapper.inner = build("llama")
-    wrapper.get_base_model = lambda: wrapper.inner
-    adapter = types.SimpleNamespace(is_prompt_learning=True, peft_type="LORA")
-    wrapper.peft_config = {"default": adapter}
-    with pytest.raises(ValueError, match="adapter default adds tokens"):
-        packed(wrapper)
-    adapter.is_prompt_learning = False
-    model = packed(wrapper)
-    assert model.causal is wrapper.inner
-    torch.testing.assert_close(model(batch_of()), document_loss(plain(wrapper.inner)), **TOLERANCE)
 
 
 def test_illegal_numbers_are_named_beforehand():

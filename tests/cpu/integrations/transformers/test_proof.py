@@ -66,6 +66,7 @@ def test_families_without_an_entry_are_live(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cohere2", "olmoe"])
+@pytest.mark.few(2)
 def test_their_graphs_equal_eager_bit_by_bit(kind: str) -> None:
     live = packed(any_decoder(kind))
     found = packgraph.verify(live, random_batches(4), capacities=[CAPACITY], strict=True, warmup=1)
@@ -73,6 +74,7 @@ def test_their_graphs_equal_eager_bit_by_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.few(3)
 def test_what_differs_is_refused_with_its_place(kind: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be packed: (packed documents|its decoder)"):
         packed(any_decoder(kind))
@@ -240,24 +242,6 @@ def test_an_attention_that_a_user_registered_is_refused() -> None:
         made.set_attn_implementation("mine")
         with pytest.raises(ValueError, match="its attention is 'mine', which packgraph's would"):
             packed(made)
-
-
-def test_a_proof_does_not_depend_on_what_is_around_it() -> None:
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        made = any_decoder("arcee")
-        packed(made)
-
-
-def test_many_experts_of_which_many_are_chosen() -> None:
-    packed(any_decoder("olmoe", num_experts=64, num_local_experts=64, num_experts_per_tok=20))
-
-
-def test_without_a_proof_another_attention_is_refused_later() -> None:
-    made: Any = any_decoder("cohere2")
-    live = packed(made, prove=False)
-    made.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="documents would see each other"):
-        live(batch_of())
 
 
 def test_a_scale_that_a_user_set_is_that_of_the_model() -> None:

@@ -1,7 +1,6 @@
 """`PackedTrainer` with transformers' Trainer: what it trains is what the plain one trains, and
 graphs change no bit of it."""
 
-import copy
 import json
 import math
 import re
@@ -90,7 +89,7 @@ def padded(examples):
     ],
     ids=["plain", "bf16", "checkpointing", "optimizer", "evaluation", "checkpoints"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_graphs_change_no_bit(changes, tmp_path):
     with_graphs = trained(packing(tmp_path / "graphs", **changes))
     without = trained(packing(tmp_path / "eager", **changes), eager=True)
@@ -127,6 +126,7 @@ def test_training_is_that_of_the_plain_trainer(tmp_path):
 
 
 @pytest.mark.parametrize(("stop", "eager"), [(3, False), (1, True), (4, True), (5, True)])
+@pytest.mark.few(4)
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(stop, eager, tmp_path):
     """Within an epoch of four steps, at its end and behind it; its last step has one microbatch."""
     saving = {"save_strategy": "steps", "save_steps": 1, "data": TRAIN[:28]}
@@ -154,14 +154,7 @@ def test_checkpoints_are_those_of_the_model(tmp_path):
     assert same(LlamaForCausalLM.from_pretrained(tmp_path / "last"), trainer.model)
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
-    trainer = trained(packing(tmp_path, **best, eval_strategy="steps", eval_steps=2))
-    assert trainer.stats.replayed == trainer.packing.packs - 2 + 12, "evaluations, too"
-    losses = logged(trainer, "eval_loss")
-    assert trainer.evaluate()["eval_loss"] == min(losses)
-
-
+@pytest.mark.slow
 def test_a_microbatch_may_take_several_packs(tmp_path):
     rows = [packgraph.Capacity(tokens=48, documents=4)]
     ours = trained(packing(tmp_path / "several", optim="sgd", capacities=rows))
@@ -199,6 +192,7 @@ def test_capacities_come_from_the_lengths_of_the_data(tmp_path):
         packing(tmp_path, data=iter(TRAIN), **own)
 
 
+@pytest.mark.slow
 def test_the_documents_of_a_step_fill_its_rows(tmp_path):
     """Each capacity is captured once, the largest first: others fit into its memory."""
     many = {"gradient_accumulation_steps": 12, "data": documents(400, longest=200), "max_steps": 4}
@@ -209,13 +203,8 @@ def test_the_documents_of_a_step_fill_its_rows(tmp_path):
     assert not trainer.stats.recaptures and trainer.stats.fallbacks == {"warm-up": 2}
 
 
-def test_evaluation_before_training_is_captured_largest_first_too(tmp_path):
-    trainer = packing(tmp_path, eval_strategy="steps", eval_steps=3, eval_on_start=True)
-    trained(trainer)
-    assert not trainer.stats.recaptures and trainer.stats.replayed > 0
-
-
 @pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "seq_lengths")])
+@pytest.mark.few(2)
 def test_data_sets_of_rows(columns, tmp_path):
     datasets = pytest.importorskip("datasets", reason="the data set is of this library")
     rows = [
@@ -255,24 +244,7 @@ def test_rows_that_cannot_be_packed_are_refused_when_the_trainer_is_made(table, 
     assert logged(trained(packing(tmp_path, data=data, **rows)), "loss") == [0.0, 0.0, 0.0]
 
 
-def test_the_loss_takes_a_number_of_labels(tmp_path):
-    """As transformers' trainer does."""
-    trainer = packing(tmp_path)
-    inputs = trainer.data_collator(TRAIN[:4])
-    found = [trainer.compute_loss(trainer.model, inputs, False, n) for n in (12, torch.tensor(12))]
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("counted", ["all", "non_padding"])
-def test_tokens_are_counted(counted, tmp_path):
-    trainer = trained(packing(tmp_path, include_num_input_tokens_seen=counted))
-    report = trainer.packing
-    expected = report.tokens if counted == "non_padding" else report.places
-    assert trainer.state.num_input_tokens_seen == expected
-    parameters = trainer.model.num_parameters(exclude_embeddings=True)
-    assert trainer.state.total_flos == 6 * report.places * parameters
-
-
+@pytest.mark.slow
 def test_evaluation_replays_and_leaves_training_alone(tmp_path):
     trainer = packing(tmp_path)
     before = trainer.evaluate()["eval_loss"]
@@ -282,24 +254,7 @@ def test_evaluation_replays_and_leaves_training_alone(tmp_path):
     assert dict(trainer.stats.fallbacks) == {"warm-up": 4}, "two of either kind"
 
 
-def test_dropout_is_off_in_evaluation(tmp_path):
-    trainer = packing(tmp_path, model(attention_dropout=0.5))
-    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
-    replayed = trainer.stats.replayed
-    trained(trainer)
-    assert trainer.stats.replayed == replayed + trainer.packing.packs - 2
-    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
-
-
-def test_another_model_is_graphed_anew(tmp_path):
-    trainer = trained(packing(tmp_path))
-    first = trainer.graphed
-    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
-    trained(trainer)
-    assert trainer.graphed is not first
-    assert trainer.stats.replayed == trainer.packing.packs // 2 - 2 > 0
-
-
+@pytest.mark.slow
 def test_compiled_code(tmp_path):
     torch._dynamo.reset()
     arguments = TrainingArguments(**options(tmp_path, max_steps=3))
@@ -324,6 +279,7 @@ def accuracy(found, compute_result=True):
     [({}, True), ({}, False), ({"batch_eval_metrics": True}, True)],
     ids=["predictions", "logits", "batches"],
 )
+@pytest.mark.few(3)
 def test_metrics_see_what_those_of_the_plain_trainer_see(changes, reduced, tmp_path):
     """Prompts are masked, one row has several documents, and microbatches take several packs."""
     rows = [{**row, "labels": [-100, -100, *row["input_ids"][2:]]} for row in TEST]
@@ -357,6 +313,7 @@ def test_metrics_see_what_those_of_the_plain_trainer_see(changes, reduced, tmp_p
     assert ours.stats.replayed > 0 and not ours.stats.recaptures
 
 
+@pytest.mark.slow
 def test_noise_on_embeddings(tmp_path):
     """As NEFTune draws it for a document alone: new at every step, none in evaluation."""
     noisy = {"neftune_noise_alpha": 9.0, "eval_strategy": "steps", "eval_steps": 2}

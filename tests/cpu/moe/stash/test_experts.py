@@ -1,7 +1,6 @@
 """Experts of a decoder with a stash: two operations whose rows are in pages until their backward,
 compiled or not."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from bench_models import draw_batches
 from stashkit import poison_pages
 
 import packgraph
-import packgraph.moe.stash.stash as stashed
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks
@@ -85,24 +83,6 @@ def test_the_operation_is_experts_bit_by_bit(live, host_pages, activation):
     assert stash.in_use() == 0 and stash.need_hi() == -(-live // PAGE) and not stash.overflow_flag()
 
 
-def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient():
-    stash, experts = stash_of(), Experts(4, 16, 16)
-    values, weights, ends, gradient = rows(30)
-    with torch.no_grad():
-        stashed_experts(experts, values, weights, ends, stash)
-    assert stash.need_hi() == 0
-    experts.gate_up_proj.requires_grad_(False)
-    stashed_experts(experts, values.detach(), weights, ends, stash).backward(gradient)
-    assert (
-        experts.gate_up_proj.grad is None
-        and experts.down_proj.grad is not None
-        and stash.in_use() == 0
-    )
-    experts.requires_grad_(False)
-    stashed_experts(experts, values.detach(), weights.detach(), ends, stash)
-    assert stash.in_use() == 0 and stash.need_hi() == 2
-
-
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_pages_of_frozen_experts_come_back(backend):
     """Rows that no gradient is made of need not be brought back: a compiler leaves that out, and
@@ -131,38 +111,6 @@ def test_pages_of_a_backward_of_the_second_product_alone_come_back_at_the_next_r
     assert stash.in_use() == 0
     stashed_experts(experts, values, weights, ends, stash).backward(gradient)
     assert stash.in_use() == 0 and not stash.overflow_flag()
-
-
-@pytest.mark.parametrize("what", ["rows_gradient", "matrices_gradient"])
-def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatch):
-    """Rows are gone when the products after theirs begin."""
-    stash, experts, taken, alive = stash_of(), Experts(4, 16, 16), [], []
-    values, weights, ends, gradient = rows(30)
-    made = stashed_experts(experts, values.requires_grad_(), weights, ends, stash)
-    take, then = stashed.take, getattr(stashed, what)
-
-    def taking(*given):
-        back = take(*given)
-        taken.append(weakref.ref(back[0]))
-        return back
-
-    monkeypatch.setattr(stashed, "take", taking)
-    monkeypatch.setattr(
-        stashed,
-        what,
-        lambda *given: alive.append([of() is not None for of in taken]) or then(*given),
-    )
-    made.backward(gradient)
-    assert alive == ([[], [False, False]] if what == "rows_gradient" else [[False], [False, True]])
-
-
-def test_a_second_backward_is_an_error():
-    stash, experts = stash_of(), Experts(4, 16, 16)
-    values, weights, ends, gradient = rows(30)
-    made = stashed_experts(experts, values, weights, ends, stash)
-    made.backward(gradient, retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward through stashed experts a second time"):
-        made.backward(gradient)
 
 
 def test_without_pages_nothing_is_stashed_and_columns_tell_what_they_are_for():

@@ -92,28 +92,6 @@ def test_another_document_changes_no_bit_of_this_one():
         assert not torch.equal(old[7:19], new[7:19])
 
 
-def test_scale_is_applied():
-    batch = hand_batch([[1] * 5], 6, 1)
-    q, k, v, _ = random_inputs(6, 1, 2, 4, 4, seed=1)
-    results = [
-        attention(q, k, v, attention_metadata(batch, name), scale=0.3) for name in ("naive", "sdpa")
-    ]
-    torch.testing.assert_close(*results, **TOLERANCE)
-
-
-def test_metadata_holds_a_mask_only_where_one_is_read():
-    batch = hand_batch([[1, 1], [1]], 4, 3)
-    meta = attention_metadata(batch, "sdpa")
-    assert meta.mask.tolist() == [
-        [True, False, False, False],
-        [True, True, False, False],
-        [False, False, True, False],
-        [False, False, False, True],
-    ]
-    assert attention_metadata(batch, "varlen").mask is None
-    assert meta.longest == 4
-
-
 def test_backend_follows_device_dtype_and_head_sizes(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(
@@ -185,15 +163,6 @@ def test_varlen_kernels_are_called_as_this_torch_declares_them():
         out, q, k, k, out, lse, boundaries, boundaries, 8, 20, 0.5
     )
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
-
-
-def test_varlen_says_why_it_cannot_run_here():
-    meta = attention_metadata(hand_batch([[1, 1]], 4, 1), "varlen")
-    q, k, v, _ = random_inputs(4, 1, 1, 12, 16, seed=0)
-    with pytest.raises(
-        ValueError, match=r"on cpu; .*float32.*; head_dim is 12.*wider.*attention_backend='sdpa'"
-    ):
-        attention(q, k, v, meta)
 
 
 def test_exchanges_of_a_context_keep_nothing_for_their_backward():

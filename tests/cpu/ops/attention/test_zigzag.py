@@ -157,18 +157,6 @@ def test_packs_count_documents_by_the_places_they_take_up(lengths, ranks, window
     )
 
 
-def test_a_document_may_be_as_long_as_its_places_fit():
-    assert CapacitySet([Capacity(64, 8, 30)], 8).longest == 24
-    assert [
-        batch.lengths
-        for batch in pack([[1] * 25], Capacity(64, 8, 30), overlong="split", multiple=8)
-    ] == [(24, 1)]
-    with pytest.raises(ValueError, match="multiples of 64 places, but no capacity has so many"):
-        CapacitySet([Capacity(32, 8)], 64)
-    with pytest.raises(ValueError, match="multiple of at least 1 place, not 0"):
-        pack([[1]], Capacity(8, 1), multiple=0)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_samples_for_captures_fit_into_every_row_that_can_be_cut(ranks):
     """Halves of 36 tokens take up 40 places with two ranks: every capture failed, and the run went

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.ops.float8.cast import (
     CODES,
@@ -38,7 +37,6 @@ def same(found, expected):
     )
 
 
-@outside
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_scale_is_the_largest_power_of_two_that_overflows_nothing(dtype):
     x = rows(dtype)
@@ -51,7 +49,6 @@ def test_a_scale_is_the_largest_power_of_two_that_overflows_nothing(dtype):
     assert ((2 * scaled > 448) | (largest == 2.0**-64)).all()
 
 
-@outside
 def test_what_codes_stand_for_is_within_half_a_unit():
     x = rows(torch.float32)
     found = from_float8(*naive_rows_to_float8(x))
@@ -62,7 +59,6 @@ def test_what_codes_stand_for_is_within_half_a_unit():
     assert torch.equal(found.bfloat16().float(), found)
 
 
-@outside
 def test_a_row_that_is_not_finite_is_so_as_a_whole_and_alone():
     x = rows(torch.float32)
     bad = not_finite(x)
@@ -73,16 +69,6 @@ def test_a_row_that_is_not_finite_is_so_as_a_whole_and_alone():
     assert same((codes[~wrong], inverse[~wrong]), (known[~wrong], expected[~wrong]))
 
 
-@outside
-def test_columns_are_the_rows_of_what_is_turned_around():
-    x = rows(torch.bfloat16)
-    assert same(naive_columns_to_float8(x), naive_rows_to_float8(x.t().contiguous()))
-    stack = torch.stack([x, 2 * x])
-    codes, inverse = naive_columns_to_float8(stack)
-    assert same((codes[1], inverse[1]), naive_columns_to_float8(2 * x))
-
-
-@outside
 def test_rows_that_take_no_part_are_zero_and_zeros_fill_up():
     x, taken = rows(torch.bfloat16), torch.arange(9)[:, None] % 3 > 0
     padded, scales = naive_columns_to_float8(x, taken, 16)
@@ -92,44 +78,3 @@ def test_rows_that_take_no_part_are_zero_and_zeros_fill_up():
     assert not torch.equal(scales, naive_columns_to_float8(x)[1])
     x[0] = torch.nan  # takes no part
     assert same((padded, scales), naive_columns_to_float8(x, taken, 16))
-
-
-@outside
-@needs_triton
-def test_in_the_interpreter():
-    run_in_interpreter(__file__)
-
-
-def exact(x):
-    """x without what a code cannot hold: Triton's interpreter rounds in a way of its own (a GPU
-    rounds as torch does, tests/gpu/test_fp8_gpu.py)."""
-    codes, inverse = naive_rows_to_float8(x)
-    wide = codes.float()
-    return (wide.masked_fill(wide.abs() < 2.0**-6, 0.0) * inverse).to(x.dtype)
-
-
-@needs_triton
-@inside
-@pytest.mark.parametrize("size", [(9, 33), (130, 70), (6, 5000)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_have_the_bits_of_the_specification(dtype, size):
-    from packgraph.ops.float8.cast import cast_columns, cast_rows
-
-    x = exact(rows(dtype, size=size))
-    assert same(cast_rows(x), naive_rows_to_float8(x))
-    turned = x.t().contiguous()
-    assert same(cast_columns(turned), naive_columns_to_float8(turned))
-    bad = not_finite(x)  # what the inverse says: the interpreter has no NaN in float8
-    expected = naive_rows_to_float8(bad)[1]
-    for _, inverse in (cast_rows(bad), cast_columns(bad.t().contiguous())):
-        assert torch.equal(inverse.isnan(), expected.isnan())
-        assert torch.equal(inverse.nan_to_num(), expected.nan_to_num())
-    stack = torch.stack([x, -0.5 * x])
-    assert same(cast_rows(stack), naive_rows_to_float8(stack))
-    stack = stack.mT.contiguous()
-    assert same(cast_columns(stack), naive_columns_to_float8(stack))
-    how = torch.arange(len(turned))[:, None] % 3 > 0, 16
-    expected = naive_columns_to_float8(turned, *how)
-    found = cast_columns(turned, *how)
-    assert torch.equal(found[1], expected[1]) and found[0].shape == expected[0].shape
-    assert same(cast_columns(turned, None, 16), naive_columns_to_float8(turned, None, 16))

@@ -119,20 +119,6 @@ def test_batches_of_unseen_documents_have_little_padding(kind, batch):
     assert abs(plan.sample.padding - report.padding_fraction) < 0.005
 
 
-def test_places_for_documents_follow_their_cost():
-    """Where they cost nothing one bucket is enough; where they are dear there are several."""
-    histogram = LengthHistogram.of(lengths_of("lognormal", 20_000, 1))
-    free = choose_buckets(histogram, BucketRequest(cost=CostModel(tile_us=0.0)))
-    dear = choose_buckets(histogram, BucketRequest(cost=CostModel(tile_us=10.0)))
-    assert len(free.capacities) == 1 and len(dear.capacities) > 4
-    one, many = (choose_buckets(histogram, BucketRequest(max_buckets=most)) for most in (1, 8))
-    alone, together = (plan.sample.above_bound(plan.request.cost) for plan in (one, many))
-    assert len(one.capacities) == 1 and alone > 5 * together
-    assert one.capacities[0].documents < free.capacities[0].documents, (
-        "a cap costs padding and saves places"
-    )
-
-
 @settings(deadline=None, max_examples=5)
 @given(COUNTS, strategies.booleans(), strategies.integers(1, 4), strategies.sampled_from([1, 16]))
 def test_every_plan_holds_all_documents_and_is_the_same_twice(counts, batches, most, multiple):
@@ -206,17 +192,6 @@ def test_a_budget_drops_buckets_and_says_so():
     assert (
         "50 of 150 documents have more than 512 tokens, the longest 600; they are split"
         in plan.notes[-1]
-    )
-
-
-def test_predictions():
-    request = BucketRequest(slots=3, layers=10, cost=CostModel(capture_layer_seconds=0.5))
-    plan = choose_buckets(LengthHistogram.of(lengths_of("chat", 2000, 1)), request)
-    count = len(plan.capacities)
-    assert plan.capture_seconds == pytest.approx(3 * count * 10 * 0.5)
-    largest = request.pool_bytes(plan.capacities[-1])
-    assert plan.memory_bytes == 3 * (largest + count * request.graph_bytes), (
-        "pools are as large as the largest bucket"
     )
 
 

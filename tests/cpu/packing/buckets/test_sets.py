@@ -84,28 +84,6 @@ def test_sets_are_the_best_nearly_always():
     assert sum(ratio < 1.001 for ratio in ratios) > 0.9 * len(ratios)
 
 
-def test_corners_need_not_hold_one_another():
-    """Few long and many short documents."""
-    fills, cost = (
-        {(30, 1): 100, (4, 6): 100, (32, 7): 1},
-        CostModel(microbatch_us=0, tile_us=0, document_us=40),
-    )
-    grid = grid_of(fills, TOP, 1)
-    found = best_set(fills, grid, cost, 3)
-    assert {(30, 1), (4, 6)} < set(found.corners)
-    assert close(found.cost_us, brute_force(fills, grid, cost, 3))
-
-
-def test_the_first_corner_that_holds_counts_even_when_a_later_one_is_cheaper():
-    """As the packer chooses: fewest tokens first."""
-    cost = CostModel(microbatch_us=0, token_us=1, document_us=10, tile_us=0)
-    assert (
-        cost_of([(10, 9), (11, 1)], {(8, 1): 1}, cost)
-        == cost.shape_us(10, 9)
-        > cost.shape_us(11, 1)
-    )
-
-
 def test_a_row_that_fits_nowhere_is_refused():
     with pytest.raises(ValueError, match="row of 9 tokens and 1 documents fits in no corner"):
         best_set({(9, 1): 1}, Grid((4, 8), (2,)), CostModel(), 2)
