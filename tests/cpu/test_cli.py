@@ -636,3 +636,14 @@ def test_a_run_that_was_made_meanwhile_is_not_destroyed(
         p.name for p in folder.iterdir()
     ) == [".claim", "checkpoints", "summary.json"]
     assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()
+
+
+def test_more_documents_than_the_cap_run_eagerly(tmp_path: Path, data: list[str]) -> None:
+    assert (
+        cli.main(
+            ["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]
+        )
+        == 0
+    )
+    summary = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())
+    assert summary["fallbacks"]["more documents than any capacity"] > 0

@@ -16,7 +16,6 @@ TESTS = Path(__file__).parents[1]
     [
         "training_ranks --model tiny --layers 4 --pp 2 --tied --steps 8",
         "training_ranks --model tiny --layers 2 --granularity step --optimizer --shard parameters",
-        "training_ranks --model tiny --layers 2 --cp 2 --cp-kind zigzag --steps 6",
         "context_ranks --granularity chunk --steps 4",
         "deep_ranks --ways layer --steps 3 -- qwen3-tiny --model.num-layers=2 "
         "--parallel.shard=parameters",

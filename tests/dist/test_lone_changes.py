@@ -20,7 +20,7 @@ from trainkit import PacksOfOneCapacity, tiny, trainer
 
 import packgraph
 from packgraph.graphs import capture as capture_module
-from packgraph.graphs.agreement import JointCaptures
+from packgraph.graphs.agreement import CAPTURE, EAGER, START_OVER, JointCaptures, verdict
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import APART
 from packgraph.models.config import ExpertConfig
@@ -283,6 +283,37 @@ def test_whole_steps_of_ranks_that_exchange_data(tmp_path):
     assert zero["replayed"] == STEPS - 2 and zero["captured"] == one["captured"]
     assert one["fallbacks"][APART] > 3
     assert any("has changed since all ranks captured" in text for text in one["told"])
+
+
+def test_a_verdict_is_one_of_all_wishes():
+    assert verdict([(CAPTURE, "a"), (CAPTURE, "a")]) == CAPTURE
+    assert verdict([(CAPTURE, "a"), (START_OVER, "a")]) == START_OVER
+    assert verdict([(CAPTURE, "a"), (CAPTURE, "b")]) == EAGER
+    assert verdict([(START_OVER, "a"), (CAPTURE, "b")]) == EAGER
+
+
+def meetings(mesh):
+    """Verdicts of ranks of which the last comes too late to the second place."""
+    asks = StoreConsensus("test", range(mesh.world))
+    found = [asks.join(), asks.meet("first", (CAPTURE, "it"))]
+    with mock.patch.object(consensus, "MEETING", 0.5):
+        if mesh.rank == mesh.world - 1:
+            torch.distributed.barrier()
+        found.append(asks.meet("second", (START_OVER, "it")))
+        found.append(asks.all_noted("late"))
+        if mesh.rank < mesh.world - 1:
+            torch.distributed.barrier()
+    torch.distributed.barrier()
+    asks.note("late")
+    torch.distributed.barrier()
+    found += [asks.all_noted("late"), asks.meet("third", (CAPTURE, str(mesh.rank // 2)))]
+    wish = START_OVER if mesh.rank == 1 else CAPTURE
+    return [*found, asks.meet("fourth", (wish, "it"))]
+
+
+def test_nobody_waits_for_ever_and_all_ranks_hear_one_verdict():
+    for found in run_ranks(meetings, 3, layout=Layout(dp=3)):
+        assert found == ["module 1", CAPTURE, EAGER, False, True, EAGER, START_OVER]
 
 
 class Scaled(nn.Linear):

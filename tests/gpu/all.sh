@@ -33,9 +33,10 @@ group huggingface -n 3 $(at huggingface_gpu graph_words_gpu) &
 group graphs $(at graph_cuda evaluation_gpu forward_only_gpu graph_effects_gpu) &
 group training $(at graph_state_cuda train_gpu update_rules_gpu) &
 group threads $(at graph_threads_cuda moe_gpu ssd_gpu) &
-group offloading $(at offload_gpu stash_gpu) &
+ALONE=tests/gpu/test_offload_gpu.py::test_graphs_tell_their_compute_whatever_was_copied # times kernels
+group offloading $(at offload_gpu stash_gpu) --deselect $ALONE &
 group models $(at recompute_gpu ops_gpu fp8_gpu packing_gpu) &
 group others $(others) &
 group hybrids $(at models_gpu hybrid_gpu pull_gpu ranks_gpu bench_shard_gpu) &
 wait
-group memory $(at memory_gpu bench_gpu autotune_gpu)
+group memory $(at memory_gpu bench_gpu bench_moe_gpu autotune_gpu) $ALONE

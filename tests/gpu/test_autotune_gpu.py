@@ -2,15 +2,17 @@
 memory given back."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
-from trainkit import RandomPacks, state_of, tiny, trainer
+from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.backend import Stopwatch
-from packgraph.graphs.graphed import forward_backward
+from packgraph.graphs.graphed import Control, forward_backward
 from packgraph.train import strategies
 from packgraph.train.autotune import FASTER, TIMED
+from packgraph.train.config.reading import render
 from packgraph.train.signals import StopRequest
 from packgraph.train.strategies import MicrobatchExecutor
 
@@ -20,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)
+NAMES = [render(capacity) for capacity in CAPACITIES]
 
 
 def train(folder, autotune, granularity="layer", graph=True):
@@ -44,6 +47,24 @@ def test_timing_changes_no_number(granularity, tmp_path):
     assert all(
         choice["decided"] and choice["eager_ms"] > 0 for choice in summary["choices"].values()
     )
+
+
+def test_what_launching_costs_is_seen_though_the_device_has_little_to_do(tmp_path, monkeypatch):
+    """A host that needs 10 ms for an eager microbatch and nothing for a replay: events alone must
+    show both."""
+    fall_back = Control.fall_back
+
+    def slow(self, reason, args, kwargs):
+        time.sleep(0.01)
+        return fall_back(self, reason, args, kwargs)
+
+    monkeypatch.setattr(Control, "fall_back", slow)
+    choices = train(tmp_path / "tuned", True)[1]["choices"]
+    for name in NAMES:
+        assert (
+            choices[name]["way"] == "replay"
+            and choices[name]["eager_ms"] > 10 > choices[name]["replay_ms"]
+        )
 
 
 def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):

@@ -8,6 +8,7 @@ from tracekit import differences
 import packgraph
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
+from packgraph.ops.log_probabilities import linear_log_probabilities, naive_log_probabilities
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,6 +79,26 @@ def test_training_with_evaluations_in_flight_is_that_of_eager():
     options = {"steps": 4, "between": evaluate, "device": "cuda"}
     assert differences(train(eager, **options), train(graphed, **options)) == []
     assert set(graphed.stats.fallbacks) == {"warm-up"}
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probabilities_of_bfloat16_are_those_of_all_logits(entropy):
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(1000, 128, device="cuda", dtype=torch.bfloat16).mul_(0.1)
+    weight.requires_grad_()
+    labels = torch.randint(1000, (300,), device="cuda")
+    labels[::7] = -100
+    found = linear_log_probabilities(hidden, weight, labels, 128, entropy=entropy)
+    expected = naive_log_probabilities(hidden @ weight.t(), labels, entropy=entropy)
+    # logits are the same bfloat16 numbers; float32 sums of 1,000 terms in another order
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    factors = torch.randn_like(found)
+    ours = torch.autograd.grad((found * factors).sum(), (hidden, weight))
+    theirs = torch.autograd.grad((expected * factors).sum(), (hidden, weight))
+    for one, other in zip(ours, theirs, strict=True):
+        # gradients of logits are rounded to bfloat16 (2^-8) once
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
 def test_graphs_of_log_probabilities_equal_eager_and_release_gives_memory_back():

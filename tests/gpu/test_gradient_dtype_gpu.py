@@ -126,3 +126,24 @@ def test_graphs_have_the_bits_of_eager_calls(kind, granularity, compiled, gradie
     assert stats.replayed > 8 and differences(eager, found) == []
     kinds = {value.dtype for name, value in found[0].items() if name.startswith("gradient")}
     assert kinds == {getattr(torch, gradients)}
+
+
+@pytest.mark.parametrize("microbatches", [64, 1024])
+def test_sums_of_equal_microbatches_do_not_stagnate(microbatches):
+    model = model_of("dense")
+    update = Optimizer(model.named_parameters(), OptimizerConfig())
+    (batch,) = packgraph.pack([list(range(30)) * 8] * 2, [CAPACITY])
+    batch = batch.to("cuda")
+    update.zero_grad()
+    model(batch).backward()
+    one = {name: gradient.double() for name, gradient in update.gradients().items()}
+    update.zero_grad()
+    for _ in range(microbatches):
+        (model(batch) / microbatches).backward()
+    wrong = sum((g - one[n]).square().sum() for n, g in update.gradients().items())
+    right = sum(value.square().sum() for value in one.values())
+    assert (wrong / right).sqrt() < 1e-5
+
+
+def test_the_preset_is_that_of_the_measurement():
+    assert preset("qwen3-0.6b").gradient_dtype(1) == "float32"

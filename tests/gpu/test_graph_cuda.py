@@ -196,6 +196,18 @@ def test_other_threads_may_use_the_device_during_a_capture():
         thread.join()
 
 
+def test_allocator_churn_between_replays_changes_nothing():
+    def churn(model, step):
+        torch.cuda.empty_cache()
+        junk = [torch.full((1 << (10 + i),), float("nan"), device="cuda") for i in range(12)]
+        del junk
+        gc.collect()
+
+    eager = train(cuda_toy(), steps=4, device="cuda")
+    graphed = graph(cuda_toy(), granularity="layer", warmup=1)
+    assert differences(eager, train(graphed, steps=4, device="cuda", between=churn)) == []
+
+
 def test_a_module_s_own_generator_is_registered():
     class Noise(nn.Module):
         def __init__(self):
@@ -266,3 +278,21 @@ def test_workspaces_are_freed_with_the_module_and_streams_may_come_again():
     assert handle not in {
         tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()
     }
+
+
+def test_streams_whose_host_workspace_lies_elsewhere_are_passed_over():
+    """Somebody multiplied on every stream before, without a backward: its workspaces are not
+    ours."""
+    for _ in range(32):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.ones(16, 16, device="cuda", dtype=torch.bfloat16).mm(
+                torch.ones(16, 16, device="cuda").bfloat16()
+            )
+    eager = train(cuda_toy(layers=1), steps=4, device="cuda")
+    graphed = graph(cuda_toy(layers=1))
+    assert (
+        differences(
+            eager, train(graphed, steps=4, between=lambda *_: forget_workspaces(), device="cuda")
+        )
+        == []
+    )

@@ -102,6 +102,23 @@ def test_a_generator_that_comes_after_wrapping_is_advanced_as_in_eager():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_build_in_evaluation_mode_captures_what_training_calls():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).cuda()
+    graphed = graph(module, warmup=0, strict=True).eval()
+    graphed.build([(on_device(),)])
+    out = graphed.train()(on_device())
+    out.square().sum().backward()
+    assert not out.any() and graphed.stats.captured == 1
+
+
+def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
+    inner = graph(nn.Linear(4, 4).cuda(), warmup=0)
+    graphed = graph(nn.Sequential(nn.Linear(4, 4).cuda(), inner), warmup=0, strict=True)
+    for _ in range(3):
+        graphed(on_device()).square().sum().backward()
+    assert graphed.stats.replayed == 3 and inner.stats.replayed == 0
+
+
 def test_a_number_in_host_memory_is_refused():
     """A kernel takes the number itself, so a graph would keep it."""
     module = One(lambda m, x: m.linear(x) / m.temperature, temperature=torch.tensor(0.07)).cuda()

@@ -10,6 +10,7 @@ time of an operation, since other threads draw in C++ without a lock that Python
 
 import contextlib
 import random
+import threading
 
 import pytest
 import threadkit
@@ -182,6 +183,29 @@ def test_a_draw_from_the_devices_default_generator_beside_captures_succeeds_or_i
         capture_ten(again=False)
     assert all(IN_CAPTURE_MODE in error for error in errors), set(errors)
     assert_no_number_twice(drawn)
+
+
+def test_any_capture_of_torchs_refuses_draws_of_other_threads():
+    """Negative control, without packgraph: when this fails, torch has lifted the limit."""
+    begun, drawn, errors = threading.Event(), threading.Event(), []
+
+    def draw():
+        begun.wait(60)
+        try:
+            torch.rand(4, device="cuda")
+        except RuntimeError as error:
+            errors.append(str(error))
+        drawn.set()
+
+    torch.rand(4, device="cuda")
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        begun.set()
+        assert drawn.wait(60)
+    assert len(errors) == 1
+    assert IN_CAPTURE_MODE in errors[0]
 
 
 def test_a_capture_leaves_all_random_states_as_they_were():

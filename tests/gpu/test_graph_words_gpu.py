@@ -108,6 +108,13 @@ def test_an_interrupted_capture_is_undone_and_the_next_call_captures(monkeypatch
     assert same(eager, graphed, x, 5) and graphed.stats.replayed == 5
 
 
+def test_a_zero_dimensional_tensor_is_the_way_out():
+    eager, graphed, x = made(strict=True)
+    for number in range(6):
+        assert same(eager, graphed, x, 1, torch.tensor(number / 7, device="cuda"))
+    assert graphed.stats.captured == 1 and graphed.stats.replayed == 6
+
+
 def test_a_number_on_the_host_is_named_with_the_device_that_is_meant():
     _, graphed, x = made()
     with pytest.warns(

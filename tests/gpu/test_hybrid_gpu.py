@@ -145,6 +145,20 @@ def test_a_changed_document_leaves_the_bits_of_others() -> None:
     assert not torch.equal(before[43:133], after[43:133])
 
 
+def test_bfloat16_is_close_to_the_operations_in_float32_on_the_cpu() -> None:
+    """Without experts, whose choices tip over by rounding. Kernels and plain operations share only
+    their definition."""
+    shape = dataclasses.replace(MODEL, pattern="M-*M-", experts=ExpertConfig())
+    documents = random_documents([60, 2, 130, 64], 300, seed=3)
+    model = DecoderModel(shape, seed=5)
+    exact = gradients(model, PackedBatch.build(documents, Capacity(320, 16)))
+    low = gradients(
+        DecoderModel(shape, seed=5, device=device(), dtype=torch.bfloat16), batch_of(documents)
+    )
+    for name, wanted in exact.items():  # a few hundred roundings of 2 ** -9 each, random in sign
+        assert (low[name].float().cpu() - wanted).norm() <= 0.08 * wanted.norm(), name
+
+
 def test_a_step_never_waits_for_the_device() -> None:
     model = DecoderModel(MODEL, device=device(), dtype=torch.bfloat16)
     documents = random_documents([60, 100, 30], 300, seed=1)

@@ -71,6 +71,15 @@ def test_pools_of_qwen_layers_are_within_two_percent(granularity, slots):
     graphed.close()
 
 
+@pytest.mark.slow
+def test_pools_of_compiled_layers_are_within_two_percent():
+    graphed = graphed_qwen(1, "chunk", compile=True)
+    plan = plan_memory([graphed], arguments, [1], CAPACITIES[:1])
+    graphed.build([arguments(0, CAPACITIES[0])], 1)
+    assert plan.banks and plan.pools == pytest.approx(graphed.stats.pool_bytes, rel=WITHIN)
+    graphed.close()
+
+
 def test_a_trial_leaves_gradients_and_random_numbers_alone():
     graphed = graphed_qwen(1, "layer")
     gradients = {name: p.grad.clone() for name, p in graphed.named_parameters()}

@@ -3,7 +3,7 @@ syncs."""
 
 import pytest
 import torch
-from moekit import NAN, Layer, ends_of, poisoned, run, train
+from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
@@ -271,6 +271,31 @@ def test_grouped_product_of_other_numbers_and_widths(ends, inner, transposed, dt
     )
 
 
+@pytest.mark.parametrize("ends", [[50, 50, 130], [0, 0, 0], [200, 200, 200], [0, 70, 200]], ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_equal_the_loop(gated, ends):
+    needs_grouped_products()
+    used, offsets = ends[-1], ends_of(ends, "cuda")
+    values, weights, matrices, down, grad = make(
+        BF16, rows=200, hidden=64, width=96, device="cuda", gated=gated
+    )
+    found = run(
+        by_module,
+        [poisoned(values, used), poisoned(weights, used), matrices, down],
+        poisoned(grad, used),
+        offsets,
+        gated,
+    )
+    wanted = run(
+        naive, [x.float() for x in (values, weights, matrices, down)], grad.float(), offsets, gated
+    )
+    for name, ours, theirs in zip(("out", "values", "weights", "matrices", "down"), found, wanted):
+        live = ours if name in ("matrices", "down") else ours[:used]
+        assert torch.isfinite(live).all(), name
+        assert distance(live, theirs[: len(live)]) <= RELATIVE, name
+    assert not found[2][used:].any()
+
+
 def layer() -> Layer:
     return Layer(count=8, hidden=128, width=64).to("cuda", BF16)
 
@@ -299,6 +324,20 @@ def test_replays_follow_new_routings_bitwise():
             assert torch.isfinite(ours).all(), step
             assert torch.equal(ours, theirs), step
     assert graphed.stats.replayed >= 6
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_compiled_layer_is_near_the_eager_one(captured):
+    """Compiled code rounds at other places than single operations."""
+    needs_grouped_products()
+    options = {"steps": 5, "tokens": 320, "device": "cuda", "dtype": BF16}
+    compiled = (
+        graph(layer(), warmup=1, strict=True, compile=True)
+        if captured
+        else torch.compile(layer(), fullgraph=True, dynamic=False)
+    )
+    for plain, other in zip(train(layer(), **options), train(compiled, **options)):
+        assert all(distance(ours, theirs) <= RELATIVE for ours, theirs in zip(other, plain))
 
 
 LEVELS = torch.tensor(
@@ -410,6 +449,18 @@ def test_router_replays_bitwise():
     for plain, replayed in zip(train_router(router()), train_router(graphed)):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(replayed, plain))
     assert graphed.stats.replayed >= 4
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_compiled_router_is_near_the_eager_one(captured):
+    compiled = (
+        graph(router(), warmup=1, strict=True, compile=True)
+        if captured
+        else torch.compile(router(), fullgraph=True, dynamic=False)
+    )
+    for plain, other in zip(train_router(router()), train_router(compiled)):
+        assert torch.equal(plain[0], other[0]), "the same kernels, of the same logits"
+        assert all(distance(ours, theirs) <= RELATIVE for ours, theirs in zip(other, plain))
 
 
 def test_no_part_of_the_router_waits_for_the_host():

@@ -13,6 +13,8 @@ import torch
 from offload_measures import pinned_bytes
 from offloadkit import (
     DENSE,
+    EXPERTS,
+    by_hand,
     config,
     foretold_and_taken,
     runtime_of,
@@ -102,6 +104,15 @@ def test_slow_copies_change_no_bit(granularity, late, monkeypatch):
     assert runtime.trace.bytes > 0 and (graphed is None or graphed.stats.replayed == 3)
 
 
+@pytest.mark.parametrize("knobs", [{"fraction": 0.5}, {"in_flight": 0}, {"margin": None}])
+def test_plans_in_chunk_graphs(knobs, monkeypatch):
+    slow(monkeypatch, "out", "back")
+    found, _, _ = train(
+        settings(), DENSE, granularity="chunk", policy=by_hand(**knobs), counts=(1, 2, 1, 3), **BF16
+    )
+    assert same(found, train(settings(), counts=(1, 2, 1, 3), **BF16)[0])
+
+
 @pytest.mark.parametrize("postpones", [False, True])
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
 def test_eager_stages_between_captured_ones(scope, postpones, monkeypatch):
@@ -110,6 +121,12 @@ def test_eager_stages_between_captured_ones(scope, postpones, monkeypatch):
         settings(), DENSE, granularity="layer", scope=scope, postpones=postpones, **BF16
     )
     assert same(found, train(settings(), **BF16)[0])
+
+
+def test_experts_in_chunk_graphs(monkeypatch):
+    expected = train(settings(experts=True), **BF16)[0]
+    slow(monkeypatch, "out", "back")
+    assert same(train(settings(experts=True), EXPERTS, granularity="chunk", **BF16)[0], expected)
 
 
 HASTY = """
@@ -227,6 +244,37 @@ def test_replays_and_eager_steps_never_wait():
         graphed(batch, tokens).backward()
         runtime.end_step()
     assert graphed.stats.replayed == 4
+
+
+def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
+    slow(monkeypatch, "out", "back")
+    capacity, told = Capacity(8192, 16), []
+    for margin in (0, 1000):  # everything moves, nothing does
+        model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
+        graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
+        runtime = runtime_of(
+            graphed,
+            model,
+            INNER,
+            min_bytes=2**20,
+            times_graphs=True,
+            policy=lambda trace, margin=margin: plan_by_knobs(
+                trace, CopySpeed(), OffloadKnobs(margin=margin)
+            ),
+        )
+        batch, tokens = sample_batch(capacity).to(CUDA), torch.tensor(8000, device=CUDA)
+        for _ in range(4):
+            graphed(batch, tokens).backward()
+        torch.cuda.synchronize()
+        told.append((runtime.plan, *runtime.replayed(CopySpeed(1.0, 1.0))))
+        graphed.close()
+    (moved, compute, speed), (kept, alone, unknown) = told
+    assert moved.moved_bytes > 2**30 and kept.moved_bytes == 0
+    assert alone.compute_us > 10_000 and abs(compute.compute_us / alone.compute_us - 1) < 0.15, told
+    assert (
+        unknown == CopySpeed(1.0, 1.0)
+        and min(speed.to_host_bytes_per_us, speed.to_device_bytes_per_us) > 10_000
+    )
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "step"])

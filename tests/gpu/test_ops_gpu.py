@@ -8,6 +8,7 @@ from torch import Tensor
 
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.ops.attention.flash import flash_problems
+from packgraph.ops.elementwise import naive_rms_norm, rms_norm
 from packgraph.ops.loss import (
     IGNORED,
     gradient_of_logits,
@@ -174,6 +175,31 @@ def test_loss_equals_naive_and_repeats_bitwise(dtype):
     for ours, theirs in zip(first, expected):
         assert_near(ours, theirs)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_loss_repeats_bitwise_under_deterministic_algorithms(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    hidden = torch.randn(64, 16, device="cuda", requires_grad=True)
+    weight = torch.randn(100, 16, device="cuda", requires_grad=True)
+    labels = torch.randint(0, 100, (64,), device="cuda")
+    plain = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    torch.use_deterministic_algorithms(True)
+    strict = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    assert all(torch.equal(a, b) for a, b in zip(plain, strict))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_naive(dtype):
+    x = torch.randn(64, 8, 128, device="cuda", dtype=dtype)
+    weight = torch.randn(128, device="cuda", dtype=dtype)
+    grad = torch.randn_like(x)
+    results = []
+    for function, cast in ((rms_norm, dtype), (naive_rms_norm, torch.float32)):
+        leaves = [t.to(cast).clone().requires_grad_() for t in (x, weight)]
+        function(*leaves, 1e-6).backward(grad.to(cast))
+        results.append([function(*leaves, 1e-6).detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results):
+        assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize("size", [1000, 151_936])

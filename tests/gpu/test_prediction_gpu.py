@@ -3,6 +3,7 @@ and what the layers cost of a step."""
 
 import dataclasses
 import random
+import time
 
 import pytest
 import torch
@@ -66,3 +67,25 @@ def test_graphs_are_eager_bit_by_bit(granularity, tied, experts):
     ):
         assert torch.equal(ours.grad, theirs.grad), name
     graphed.close()
+
+
+def test_what_the_layers_cost(record_property):
+    """8 layers of Qwen3-0.6B's shape, 4,096 tokens: one more layer and pass through the head."""
+    shape = DecoderConfig(151936, 1024, 3072, 8, 16, 8, 128, tie_embeddings=True)
+    capacity, times = Capacity(4096, 16), []
+    for layers in (0, 1):
+        config = dataclasses.replace(shape, mtp_layers=layers)
+        model = DecoderModel(config, device="cuda", dtype=torch.bfloat16)
+        call = graph(model, capacities=[capacity], granularity="chunk", strict=True)
+        taken = []
+        for batch in batches(12, 151936, capacity):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call(batch, torch.tensor(4096, device="cuda")).backward()
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        times.append(sorted(taken[4:])[4])
+        call.close()
+    record_property("ms", [round(1e3 * one, 3) for one in times])
+    print(f"median ms without and with one further token: {[round(1e3 * t, 2) for t in times]}")
+    assert times[1] > times[0]

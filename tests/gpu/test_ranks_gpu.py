@@ -48,12 +48,10 @@ def start(ranks, *command, seconds=300):
         (2, "--granularity step --optimizer --shard gradients"),
         (2, "--granularity step --optimizer --shard parameters"),
         (2, "--cp 2 --granularity step --optimizer --shard parameters"),
-        (2, "--cp 2 --cp-kind zigzag"),
         (2, "--ep 2 --granularity step --optimizer --shard parameters"),
         (4, "--tp 2 --pp 2 --tied"),
         (4, "--tp 2 --pp 2 --granularity layer"),
         (4, "--tp 2 --granularity step --optimizer --shard parameters"),
-        (4, "--cp 4 --cp-kind zigzag"),
         (4, "--pp 2 --chunks 2 --tied"),
         (4, "--pp 2 --tied --granularity step --optimizer"),
         (4, "--pp 2 --granularity step --optimizer --shard parameters"),
@@ -79,6 +77,18 @@ def test_graphs_train_as_eager_does(ranks, options):
 )
 def test_graphs_of_replicas_and_tensor_parallel_ranks_equal_eager(options):
     start(2, "parallel_ranks", *options.split())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, "--chunks 1 --layers 4"), (4, "--chunks 2 --layers 8")]
+)
+def test_graphs_of_pipelines_equal_eager(ranks, options):
+    start(ranks, "pipeline_ranks", *options.split(), "--soak", "20", seconds=500)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_cut_in_zigzag_replay_with_the_bits_of_eager_and_equal_whole_rows(ranks):
+    start(ranks, "zigzag_ranks")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

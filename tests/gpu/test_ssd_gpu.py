@@ -1,6 +1,8 @@
 """Convolution and SSD on CUDA: kernels against plain operations in float64, replays, isolation,
 large offsets, time."""
 
+import statistics
+
 import pytest
 import torch
 from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradients
@@ -76,6 +78,15 @@ def assert_near(found, wanted, dtype):
 def test_kernels_are_chosen():
     assert not ssd_problems(torch.device("cuda", 0), BF16, 64, 128, Q)
     assert not conv_problems(torch.device("cuda", 0), BF16, 4)
+
+
+@pytest.mark.parametrize("length", [1, Q - 1, Q, Q + 1, 3 * Q + 5])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_ssd_equals_plain_for_every_length(length, dtype):
+    ids = ids_of([length]).cuda()
+    inputs, grad = ssd_case(length, dtype)
+    wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad)
+    assert_near(by_ssd(inputs, grad, ids), wanted, dtype)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +269,12 @@ def test_replays_follow_new_documents_bitwise(compile):
     assert graphed.stats.replayed >= 10
 
 
+def test_compiled_is_near_eager():
+    compiled = torch.compile(Mix(), fullgraph=True, dynamic=False)
+    for ours, theirs in zip(steps_of(compiled, PACKS[:2]), steps_of(Mix(), PACKS[:2]), strict=True):
+        assert max(distances(ours, theirs)) < LIMITS[BF16]
+
+
 def test_offsets_beyond_32_bits():
     """Rows that lie so far apart that the last ones are beyond 2 ** 31 elements."""
     rows, stride = 2300, 1_000_000
@@ -296,3 +313,45 @@ def test_states_of_more_elements_than_32_bits_count():
         [wanted[place] for place in (0, 1, 2, 4, 5)],
         BF16,
     )
+
+
+def milliseconds(work):
+    """Median time of `work` within a graph, so that launching costs nothing."""
+    stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(captured, stream=stream):
+        work()
+    times = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        captured.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def test_no_slower_than_mamba_ssm():
+    """The same numbers as its Triton kernels, in no more time."""
+    combined = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
+    rows = 4096
+    ids = ids_of([1500, 96, 2500]).cuda()
+    inputs, grad = ssd_case(rows, heads=64, groups=8)
+
+    def theirs(x, dt, a, b, c, d):
+        return combined.mamba_chunk_scan_combined(
+            x[None], dt[None], a, b[None], c[None], Q, D=d, seq_idx=ids[None]
+        )[0]
+
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    assert_near(by_ssd(inputs, grad, ids), with_gradients(theirs, inputs, grad), BF16)
+    times = [
+        milliseconds(lambda f=function: torch.autograd.grad(f(*leaves), leaves, grad))
+        for function in (lambda *values: ssd(*values, ids, Q), theirs)
+    ]
+    assert times[0] <= times[1], f"{times[0]:.3f} ms, mamba_ssm {times[1]:.3f} ms"

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from graphkit import poison_free_slots, toy_inputs, toy_loss, train
-from stashkit import COLUMNS, make_expert_toy, poison_pages
+from graphkit import WIDTH, poison_free_slots, toy_inputs, toy_loss, train
+from stashkit import COLUMNS, INNER, make_expert_toy, poison_pages
 from tracekit import differences
 
 from packgraph.graphs.graphed import graph
@@ -169,6 +169,19 @@ def test_an_overflow_in_a_graph_is_a_verdict_and_nothing_else():
         stash.overflow_flag().item() and stash.in_use().item() == 0 and stash.need_hi().item() > 2
     )
     assert graphed.stats.replayed >= 4
+
+
+def test_a_layer_costs_no_memory_of_the_graphs():
+    rows, growth = 2 * 65536, []
+    for with_stash in (False, True):
+        sizes = []
+        for layers in (2, 6):
+            stash = stashed(12 * rows // 16) if with_stash else None
+            graphed = graph(experts_toy(stash, layers), granularity="chunk", warmup=0, slots=1)
+            toy_loss(graphed(*toy_inputs(65536, "cuda"))).backward()
+            sizes.append(graphed.stats.pool_bytes)
+        growth.append((sizes[1] - sizes[0]) / 4)
+    assert growth[0] - growth[1] >= 0.8 * rows * (WIDTH + 2 * INNER) * 2
 
 
 @pytest.mark.slow

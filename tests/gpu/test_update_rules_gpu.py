@@ -3,6 +3,7 @@ one, AdamW's kernel is its specification, bits of torch's AdamW are those of flo
 gradients, state and temporary memory stay within bounds; prints milliseconds of an update."""
 
 import functools
+import gc
 from typing import Any
 from unittest import mock
 
@@ -12,15 +13,19 @@ from torch import Tensor, nn
 
 from packgraph.train import optimizer as optimizers
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.optimizer import Optimizer
+from packgraph.train.optimizer import TINY, Optimizer
 from packgraph.train.spikes import Limits
-from packgraph.train.updates import host_state
+from packgraph.train.updates import adamw, host_state
 from packgraph.train.updates.adamw import (
+    GROUP,
+    MEANS,
     Numbers,
+    fused_adamw,
     naive_adamw,
     narrow_adamw,
 )
-from packgraph.train.updates.host_state import HostState
+from packgraph.train.updates.host_state import PIECE, HostState
+from packgraph.train.updates.rule import slices_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +33,9 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 NAMES = ["adamw", "muon", "adamw8bit", "adafactor"]
+MOST_BYTES = {"adamw": 8.1, "muon": 8.1, "adamw8bit": 2.1, "adafactor": 0.1}  # of an element
+# Bytes: scalars and sums of norms; a float32 copy of a group, and scalars.
+MOST_TEMPORARY = {("adamw", True): 2**20, ("adamw", False): 5 * GROUP}
 SIZES = [1, 127, 4096, 4097, 2**20 + 128]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # a kernel rounds a product and a sum together
 
@@ -138,6 +146,19 @@ def test_a_blocked_kernel_changes_nothing(size: int) -> None:
             assert torch.equal(flats[number], first[number]) == bool(blocked)
 
 
+def test_bits_of_the_kernel_do_not_depend_on_where_a_span_is_cut() -> None:
+    size, config, ends = 2**20 + 128, OptimizerConfig(weight_decay=0.1), []
+    for piece in (size, 2**18, 128 * 7):
+        flats = flats_of(size, torch.bfloat16)
+        for start in range(0, size, piece):
+            part = slice(start, min(start + piece, size))
+            narrow_adamw(*(flat[part] for flat in flats), numbers_of(3), config, decays=True)
+        ends.append(flats)
+    for flats in ends[1:]:
+        for found, expected in zip(flats, ends[0], strict=True):
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_state_on_the_host_has_the_bits_of_that_on_the_device(
     buffers: int, monkeypatch: pytest.MonkeyPatch
@@ -168,3 +189,74 @@ def test_state_on_the_host_has_the_bits_of_that_on_the_device(
 
 def _never(parameters: Tensor) -> bool:
     return False
+
+
+def test_adamw_has_the_bits_of_float32_copies_of_all_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three groups, the last of them short, by torch's AdamW."""
+    monkeypatch.setattr(adamw, "in_one_kernel", _never)
+    _, optimizer = made("adamw", 28, 640)
+    spans = optimizer.flat.spans
+    assert 2 * GROUP < sum(span.parameters.numel() for span in spans) < 4 * GROUP
+    options, rate = OptimizerConfig(weight_decay=0.1), torch.tensor(1e-3, device=CUDA)
+    masters = [span.own_parameters.detach().float() for span in spans]
+    means = [[torch.zeros_like(master) for master in masters] for _ in MEANS]
+    for step in range(3):
+        draw(optimizer, step)
+        norm = optimizer.step(1e-3)
+        copies = [span.own_gradients.float() for span in spans]
+        norms = torch._foreach_norm(
+            [
+                c[part]
+                for c, span in zip(copies, spans, strict=True)
+                for part in slices_of(span.own_gradients.numel(), PIECE)
+            ]
+        )
+        assert torch.equal(norm, torch.stack(norms).square().sum().sqrt())
+        torch._foreach_mul_(copies, (options.clip_norm / (norm + TINY)).clamp(max=1.0))
+        ordinal = torch.full((), step + 1.0, device=CUDA)
+        for number, span in enumerate(spans):
+            flats = [[masters[number]], [copies[number]], *([m[number]] for m in means)]
+            fused_adamw(*flats, options, rate, ordinal, None, decays=span.decays)
+    state = optimizer.state_tensors()
+    for number, span in enumerate(spans):
+        found = {"master": masters[number]} | {k: m[number] for k, m in zip(MEANS, means)}
+        for member in span.members:
+            for key, flat in found.items():
+                assert torch.equal(state[f"{member.name}.{key}"], span.part(member, flat))
+            weight = span.part(member, masters[number])
+            assert torch.equal(member.parameter, weight.bfloat16())
+
+
+@pytest.mark.parametrize(("name", "fused"), [("adamw", False), *((name, True) for name in NAMES)])
+def test_an_update_of_half_a_billion_parameters(
+    name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fused: AdamW of bfloat16 weights is one kernel."""
+    if not fused:
+        monkeypatch.setattr(adamw, "in_one_kernel", _never)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model, optimizer = made(name, 28, 2048)
+    elements = sum(value.numel() for value in model.parameters())
+    held = torch.cuda.memory_allocated() - before
+    state = held / elements - 2 - 4 - 4  # weights, gradients, masters
+    assert state < MOST_BYTES[name]
+    draw(optimizer, 0)
+    for _ in range(3):
+        optimizer.step(1e-3)
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        optimizer.step(1e-3)
+    end.record()
+    torch.cuda.synchronize()
+    temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    assert temporary < MOST_TEMPORARY.get((name, fused), 2**30)
+    way = name if fused else f"{name} in pieces"
+    print(
+        f"{way}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
+        f"update, {state:.2f} bytes of state an element, {temporary / 2**20:.0f} MiB of temporaries"
+    )

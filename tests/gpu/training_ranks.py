@@ -41,7 +41,6 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.features.context import places_multiple
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.progress import ProgressView
@@ -82,9 +81,9 @@ CAPACITIES = {
 class Packs(RandomPacks):
     """Endless packs of lognormal documents; pack number n depends on n alone."""
 
-    def __init__(self, vocabulary, capacities, multiple):
+    def __init__(self, vocabulary, capacities):
         super().__init__()
-        self.vocabulary, self.capacities, self.multiple = vocabulary, list(capacities), multiple
+        self.vocabulary, self.capacities = vocabulary, list(capacities)
 
     def __next__(self):
         draw = random.Random(self.position)
@@ -93,8 +92,9 @@ class Packs(RandomPacks):
         while room > 8 and len(lengths) < 12:
             lengths.append(min(room, max(4, round(draw.lognormvariate(4.5, 1.0)))))
             room -= lengths[-1]
-        documents = [[draw.randrange(self.vocabulary) for _ in range(n)] for n in lengths]
-        return pack(documents, self.capacities, multiple=self.multiple)[0]
+        return pack(
+            [[draw.randrange(self.vocabulary) for _ in range(n)] for n in lengths], self.capacities
+        )[0]
 
 
 def digest(tensor):
@@ -117,9 +117,9 @@ def digest(tensor):
 def train(config, folder, device, mesh):
     """Digests at the end, figures of every step, what the graphs did, seconds."""
     view = ProgressView(config.run.steps, 1000, Console(quiet=True))
-    multiple = places_multiple(config)
-    packs = Packs(config.model.vocab_size, config.graph.capacities, multiple)
-    run = Trainer(config, folder, packs, device, view, mesh)
+    run = Trainer(
+        config, folder, Packs(config.model.vocab_size, config.graph.capacities), device, view, mesh
+    )
     started = time.monotonic()
     run.run(StopRequest())
     states = run.tensors() | {
@@ -167,7 +167,6 @@ def settings(options, device):
             tp=options.tp,
             pp=options.pp,
             cp=options.cp,
-            cp_kind=options.cp_kind,
             ep=options.ep,
             chunks=options.chunks,
             shard=options.shard,
@@ -189,7 +188,6 @@ def main():
     )
     for name in ("tp", "pp", "cp", "ep", "chunks"):
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--cp-kind", default="auto")
     parser.add_argument("--model", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tied", action="store_true")

@@ -250,3 +250,12 @@ def test_a_row_of_several_documents_keeps_them_apart(tmp_path):
     sized = {"capacities": packgraph.Capacity(tokens=128, documents=32)}
     again = run(Packing, tmp_path / "again", rows=rows, **options, more=sized)
     assert logged(again, "loss") == pytest.approx(logged(apart, "loss"), rel=1e-5)
+
+
+def test_only_what_the_assistant_says_is_trained(tmp_path):
+    chat = {"rows": CHATS, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
+    ours = run(Packing, tmp_path / "ours", **chat)
+    theirs = run(SFTTrainer, tmp_path / "theirs", **chat)
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)
+    whole = run(SFTTrainer, tmp_path / "whole", **{**chat, "assistant_only_loss": False})
+    assert logged(whole, "loss") != pytest.approx(logged(theirs, "loss"), rel=1e-3)

@@ -103,3 +103,16 @@ def test_document_ids_of_a_batch_mark_padding():
         live_document_ids(by_hand).tolist() == [0, 0, 2, -1, -1]
         and live_document_ids(by_hand).dtype == torch.int32
     )
+
+
+def test_a_document_alone_gives_the_same():
+    """Whatever lies before it: a document of a pack is the document."""
+    ids = ids_of([5, 2, 7], 2)
+    x, weight, bias = conv_inputs(16)
+    packed = packed_causal_conv(x, weight, bias, ids)
+    for start, stop in ((0, 5), (5, 7), (7, 14)):
+        alone = packed_causal_conv(x[start:stop], weight, bias, ids[start:stop])
+        torch.testing.assert_close(
+            packed[start:stop], alone
+        )  # SiLU's last bit depends on the vector's end
+    assert not packed[14:].any()

@@ -179,3 +179,10 @@ def test_a_batch_with_words_that_the_model_has_not_is_refused():
             ValueError, match=f"label {words}, but the model has a vocabulary of {words}"
         ):
             model(PackedBatch.build([document], Capacity(8, 2)))
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    model = DecoderModel(CONFIG)
+    batch = hand_batch(random_documents([5, 1, 4], 40, 0), 12, 4)
+    expected = torch.nn.functional.cross_entropy(model.logits(batch), batch.labels)
+    torch.testing.assert_close(model(batch), expected)

@@ -359,3 +359,42 @@ def test_loads_of_other_layers_excuse_nothing_here() -> None:
     first[:, :4] += 9
     last[:, 4:] += 9
     assert theirs([first, last], 2, mask) < 1.1 * 2 < 1.8 * 2 < ours([first, last], kind, mask)
+
+
+def test_document_loss_equals_sums_by_segment():
+    """Against the formula written with sums per document, with a gradient through the mean
+    shares."""
+    ids, experts = pack([5, 0, 1, 9], 4).long(), 7
+    valid = ids < DOCUMENTS
+    chosen = random_logits(len(ids), experts, 1).topk(2).indices
+    shares = random_logits(len(ids), experts, 2).double().softmax(-1).requires_grad_()
+    tokens = (
+        torch.zeros(DOCUMENTS + 1, 1)
+        .double()
+        .index_add(0, ids, torch.ones(len(ids), 1).double())[:-1]
+    )
+    mean = torch.zeros(DOCUMENTS + 1, experts).double().index_add(0, ids, shares)[
+        :-1
+    ] / tokens.clamp(min=1)
+    counts = (
+        torch.zeros(DOCUMENTS + 1, experts)
+        .double()
+        .index_add(0, ids, nn.functional.one_hot(chosen, experts).sum(1).double())[:-1]
+    )
+    expected = ((counts / (tokens * 2).clamp(min=1)) * mean).sum() * experts / 3
+    expected.backward()
+    ours = shares.detach().float().requires_grad_()
+    actual = document_loss(ours, chosen, ids, valid, DOCUMENTS)
+    actual.backward()
+    torch.testing.assert_close(actual, expected.float(), **TOLERANCE)
+    # shares are normalised once more, so gradients agree up to what all experts of a token have in
+    # common
+    inner = (shares.grad * shares.detach()).sum(-1, keepdim=True)
+    torch.testing.assert_close(
+        ours.grad, torch.where(valid[:, None], shares.grad - inner, 0).float(), **TOLERANCE
+    )
+
+
+def test_scores_that_all_vanish_give_finite_gradients():
+    value, gradient = run(of_load(load_loss, KINDS[1]), torch.full((4, 5), -200.0), pack([4], 0))
+    assert value == 0 and gradient.isfinite().all()

@@ -218,3 +218,21 @@ def test_an_evaluation_takes_no_pages():
     assert not stash.overflow_flag() and stash.need_hi() == 0
     model.train()(batch).backward()
     assert stash.overflow_flag()
+
+
+def test_half_a_row_of_padding_changes_neither_counts_nor_gradients():
+    tight, wide = Capacity(16, 2), Capacity(32, 2)
+    documents = [list(range(9)), list(range(20, 27))]
+    found = []
+    for capacity in (tight, wide):
+        model = DecoderModel(plain(), seed=1, dtype=torch.float64)
+        loss = model(PackedBatch.build(documents, capacity))
+        loss.backward()
+        found.append(
+            (loss, [p.grad for p in model.parameters()], [b.gate.load for b in moe_blocks([model])])
+        )
+    (loss, gradients, loads), (wide_loss, wide_gradients, wide_loads) = found
+    assert all(int(load.sum()) == 16 * 2 for load in loads)
+    assert all(map(torch.equal, loads, wide_loads))
+    torch.testing.assert_close(wide_loss, loss)
+    torch.testing.assert_close(wide_gradients, gradients)

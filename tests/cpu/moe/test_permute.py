@@ -180,3 +180,10 @@ def test_replays_follow_new_routings_bitwise():
             )
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results)), step
     assert graphed.stats.replayed >= 4
+
+
+def test_padding_alone_takes_no_row():
+    plan = plan_rows(torch.full((4, 2), -1), 3, 8)
+    assert plan.needed == 0 and not plan.offsets.any() and (plan.pair_of_row == -1).all()
+    assert not combine_rows(torch.full((8, 3), NAN), plan).any()
+    assert not gather_rows(torch.full((4, 3), NAN), plan).any()

@@ -241,3 +241,18 @@ def test_illegal_calls_are_named():
             None,
             Settings(4, groups=4, groups_kept=1),
         )
+
+
+def test_scores_that_vanish_give_zero_weights_and_finite_gradients():
+    logits = torch.full((2, 4), -200.0, requires_grad=True)
+    routing, _ = route(logits, torch.zeros(2, dtype=torch.bool), None, Settings(2, "sigmoid"))
+    routing.weights.sum().backward()
+    assert (routing.weights == 0).all() and logits.grad.isfinite().all()
+
+
+def test_dropping_keeps_the_earlier_of_equal_tokens():
+    routing = Routing(
+        torch.tensor([[1], [0], [1], [1], [-1]], dtype=torch.int32),
+        torch.tensor([[0.5], [0.1], [0.9], [0.5], [0.0]]),
+    )
+    assert drop_beyond(routing, 2, 2).experts.flatten().tolist() == [1, 0, 1, -1, -1]

@@ -1,6 +1,8 @@
 """What the copy streams promise, and that the emulated ones notice when somebody does not keep to
 it."""
 
+from collections import deque
+
 import pytest
 import torch
 from offloadkit import DENSE, batches, config, runtime_of, same, train
@@ -68,6 +70,15 @@ def test_memory_that_was_given_back_too_early_is_copied_as_nan():
     del source
     copy_streams.wait(copy)
     assert all(value != value for value in read(host.spans[0][:24]))
+
+
+def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_next_launch():
+    copy_streams, queued = EmulatedCopyStreams(), deque[int]()
+    copy_streams.postpone(lambda: queued.append(1))
+    assert not queued
+    copy_streams.launched()
+    copy_streams.launched()
+    assert list(queued) == [1]
 
 
 def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
@@ -188,7 +199,6 @@ def test_whatever_is_not_waited_for_is_a_wrong_number(
             run()
 
 
-@pytest.mark.slow
 def test_the_controls_differ_by_what_they_break_alone(kept):
     for granularity in (None, "chunk", "layer"):
         assert same(

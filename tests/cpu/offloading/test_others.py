@@ -372,3 +372,17 @@ def test_tensors_that_are_more_than_bytes_stay(function):
             return function.apply(x @ self.one)
 
     same_as_kept(lambda: Net(kind=Other))
+
+
+def test_transformations_of_functions_move_nothing():
+    module = Net()
+    offloaded(module)
+
+    def loss(parameters):
+        return torch.func.functional_call(module, parameters, (sample(),)).sum()
+
+    found = torch.func.grad(loss)(dict(module.named_parameters()))
+    module(sample()).sum().backward()
+    assert all(
+        torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters()
+    )

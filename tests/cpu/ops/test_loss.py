@@ -174,3 +174,20 @@ def test_a_copy_of_the_head_that_autocast_makes_is_not_kept():
             linear_cross_entropy(hidden, weight, labels)
     assert plain.count(((7, 4), torch.float32)) == 2, "its gradient, and itself"
     assert kept.count(((7, 4), torch.bfloat16)) == 1, "its gradient"
+
+
+def test_only_ignored_rows_give_exact_zeros():
+    hidden, weight, labels = inputs(6, 4, 9, list(range(6)))
+    for tensor in gradients(
+        linear_cross_entropy, hidden * float("nan"), weight, labels, 1.0, chunk=4
+    ):
+        assert (tensor == 0).all()
+
+
+def test_repeats_bitwise():
+    hidden, weight, labels = inputs(50, 16, 33, [3])
+    runs = [
+        gradients(linear_cross_entropy, hidden, weight, labels, 0.1, chunk=16) for _ in range(3)
+    ]
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other))

@@ -168,3 +168,8 @@ def test_words_outside_a_vocabulary_are_refused_by_what_the_host_knows():
         batch.check_words(9)
     batch.without_lengths().check_words(1)
     PackedBatch.empty(Capacity(8, 2)).check_words(1)
+
+
+def test_equal_documents_give_equal_bytes():
+    first, second = (PackedBatch.build([[1, 2, 3], [4]], Capacity(7, 3)) for _ in range(2))
+    assert torch.equal(first.data, second.data)

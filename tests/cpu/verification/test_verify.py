@@ -15,10 +15,11 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.capacity import Capacity
 from packgraph.train import strategies
+from packgraph.train.random_state import random_states
 from packgraph.verification import command
 from packgraph.verification.command import print_report
 from packgraph.verification.compare import first_difference
-from packgraph.verification.matrix import default_matrix, random_packs, tiny_config
+from packgraph.verification.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
 from packgraph.verification.ranks import RanksReport
 from packgraph.verification.verify import VerifyReport, verify
 
@@ -57,6 +58,10 @@ def test_the_default_matrix_is_bitwise_equal() -> None:
     assert all(report.replayed > 0 and set(report.fallbacks) == {"warm-up"} for report in reports)
 
 
+def test_the_matrix_draws_all_capacities() -> None:
+    assert {batch.capacity for batch in itertools.islice(random_packs(1), 30)} == set(CAPACITIES)
+
+
 def test_a_broken_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_gradient(monkeypatch)
     report = verify("broken", tiny_config("layer", 0.0, 4), random_packs(1), CPU)
@@ -74,7 +79,6 @@ def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-@pytest.mark.few(2)
 def test_graphs_of_whole_steps_are_verified(
     optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +101,6 @@ def test_graphs_of_whole_steps_are_verified(
     assert not report.good and report.differences["parameters"].step == 3
 
 
-@pytest.mark.slow
 def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same compiled code without graphs; compiled by a backend that is quick."""
     made = []
@@ -115,7 +118,6 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
     assert made[0].stats.replayed == 0 < made[1].stats.replayed
 
 
-@pytest.mark.slow
 def test_rows_of_every_size_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     packs = list(itertools.islice(random_packs(1), 8))
     report = verify("rows", tiny_config("layer", 0.0, 9), iter(packs), CPU)
@@ -144,17 +146,29 @@ def test_nothing_replayed_is_no_success() -> None:
         )
 
 
+def test_verify_changes_no_random_state_of_its_own_draws() -> None:
+    torch.manual_seed(0)
+    first = [batch.data for batch in itertools.islice(random_packs(5), 4)]
+    before = random_states(CPU)["cpu"]
+    second = [batch.data for batch in itertools.islice(random_packs(5), 4)]
+    assert torch.equal(before, random_states(CPU)["cpu"])
+    assert all(torch.equal(left, right) for left, right in zip(first, second))
+
+
 def test_the_command_ends_with_zero_or_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = lambda *given: itertools.islice(default_matrix(*given), 1)  # noqa: E731
-    monkeypatch.setattr(command, "default_matrix", one)
+    two = lambda *given: itertools.islice(default_matrix(*given), 2)  # noqa: E731
+    monkeypatch.setattr(command, "default_matrix", two)
+    assert cli.main(["verify", "--steps", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "2 of 2 runs bitwise equal" in text and text.count("bitwise equal") == 3
+    assert "granularity layer, dropout 0.1" in text and "random states" not in text
     assert cli.main(["verify", "--steps", "3", "--verbose"]) == 0
     text = capsys.readouterr().out
-    assert "1 of 1 runs bitwise equal" in text and "granularity layer, dropout 0.0" in text
-    assert text.count("random states") == 1 and text.count("bitwise equal") == 2 + 4
+    assert text.count("random states") == 2 and text.count("bitwise equal") == 3 + 4 * 2
     break_gradient(monkeypatch)
     assert cli.main(["verify", "--steps", "3"]) == 1
     text = capsys.readouterr().out
-    assert "norm.weight" in text and "0 of 1 runs bitwise equal" in text
-    assert text.count("DIFFERS: gradients") == 1
+    assert "norm.weight" in text and "0 of 2 runs bitwise equal" in text
+    assert text.count("DIFFERS: gradients") == 2

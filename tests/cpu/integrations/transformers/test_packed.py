@@ -1,6 +1,7 @@
 """`packed` itself: what stays as it is, what is refused, and how people train."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -314,3 +315,39 @@ def test_illegal_numbers_are_named_beforehand():
         packed(build("gpt2"))(batch_of([[1] * 33], packgraph.Capacity(40, 1)))
     blind = batch_of([[29, 1]]).without_lengths()
     assert packed(build("llama"))(blind).isnan()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_weights_that_accelerate_fetches_for_each_module(family):
+    """The head's too, which is then called: its weight is elsewhere."""
+    accelerate = pytest.importorskip("accelerate", reason="the hooks are of this library")
+    model = build(family).eval()
+    expected = document_loss(plain(model))
+    call = packed(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for made in (call, packed(model)):
+        with torch.no_grad():
+            torch.testing.assert_close(made(batch_of()), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_gradient_checkpointing_through_graphs(family):
+    model = build(family)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    made = packed(model.train())
+    found = packgraph.verify(made, random_batches(4), capacities=[CAPACITY], warmup=1, strict=True)
+    assert found and found.replayed == 3, found
+
+
+def test_prompt_learning_is_refused():
+    wrapper = nn.Module()
+    wrapper.inner = build("llama")
+    wrapper.get_base_model = lambda: wrapper.inner
+    adapter = types.SimpleNamespace(is_prompt_learning=True, peft_type="LORA")
+    wrapper.peft_config = {"default": adapter}
+    with pytest.raises(ValueError, match="adapter default adds tokens"):
+        packed(wrapper)
+    adapter.is_prompt_learning = False
+    model = packed(wrapper)
+    assert model.causal is wrapper.inner
+    torch.testing.assert_close(model(batch_of()), document_loss(plain(wrapper.inner)), **TOLERANCE)

@@ -212,3 +212,22 @@ def test_what_the_wrapper_would_do_is_refused():
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA, alora_invocation_tokens=[3])
     with pytest.raises(ValueError, match="begins at tokens that its wrapper looks for"):
         packed(peft.get_peft_model(build("llama"), config))
+
+
+def test_dropout_of_an_adapter_draws_new_numbers():
+    config = peft.LoraConfig(**LORA, lora_dropout=0.3)
+    model = packed(adapted(config))
+    options = {"capacities": [CAPACITY], "strict": True, "warmup": 1}
+    assert packgraph.verify(model, random_batches(4), **options)
+    graphed = packgraph.graph(model, **options)
+    losses = [float(graphed(batch_of()).detach()) for _ in range(4)]
+    assert len(set(losses)) == 4
+
+
+def test_frozen_layers_with_checkpointing_replay():
+    loop = Loop()
+    loop.both(lambda model: model.get_base_model().enable_input_require_grads())
+    loop.both(
+        lambda model: model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    )
+    assert loop.steps(4)[1] == 3

@@ -248,3 +248,17 @@ def test_a_scale_that_a_user_set_is_that_of_the_model() -> None:
     made: Any = any_decoder("cohere").eval()
     made.logit_scale = 3.0
     assert float(packed(made)(batch_of())) == pytest.approx(float(document_loss(made)), abs=1e-4)
+
+
+def test_a_proof_does_not_depend_on_what_is_around_it() -> None:
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        made = any_decoder("arcee")
+        packed(made)
+
+
+def test_without_a_proof_another_attention_is_refused_later() -> None:
+    made: Any = any_decoder("cohere2")
+    live = packed(made, prove=False)
+    made.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="documents would see each other"):
+        live(batch_of())

@@ -436,3 +436,12 @@ def test_an_evaluation_without_labels_is_no_loss_of_zero(tmp_path):
     found = ours.evaluate(nothing + TEST)["eval_loss"]
     assert math.isnan(found) or found == pytest.approx(expected, rel=1e-6)
     assert math.isnan(ours.evaluate(nothing)["eval_loss"])
+
+
+def test_dropout_is_off_in_evaluation(tmp_path):
+    trainer = packing(tmp_path, model(attention_dropout=0.5))
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    replayed = trainer.stats.replayed
+    trained(trainer)
+    assert trainer.stats.replayed == replayed + trainer.packing.packs - 2
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]

@@ -236,3 +236,12 @@ def test_compiled_code_keeps_once_and_brings_back_once():
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert graphed.stats.replayed == 4
     assert stash.in_use().item() == 0 and stash.need_hi().item() == 3
+
+
+def test_a_second_backward_is_an_error():
+    stash, experts = stash_of(), Experts(4, 16, 16)
+    values, weights, ends, gradient = rows(30)
+    made = stashed_experts(experts, values, weights, ends, stash)
+    made.backward(gradient, retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through stashed experts a second time"):
+        made.backward(gradient)

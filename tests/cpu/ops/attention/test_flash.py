@@ -389,3 +389,27 @@ def test_library_is_refused_when_absent_broken_or_of_another_version(monkeypatch
 
     found_both = found(types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
     assert found_both == (Kernels(forward, backward), None)
+
+
+def test_stand_in_catches_kernels_that_read_poison(kernels):
+    """Negative control: without the masks on the way in the stand-in would have complained."""
+    batch = hand_batch([[1] * 3], 4, 1)
+    q, k, v, _ = random_inputs(4, 1, 1, 8, 8, seed=0)
+    v[3] = NAN
+    with pytest.raises(AssertionError, match="0 times NaN"):
+        attention_flash._forward(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            batch.cu_seqlens,
+            batch.padding_mask,
+            batch.padding_mask,
+            4,
+            4,
+            1.0,
+            False,
+            False,
+            -1,
+            None,
+        )

@@ -20,6 +20,7 @@ from packgraph.ops.float8.linear import (
     FLOAT8_GRADIENTS,
     Float8GradientsLinear,
     Float8Linear,
+    float8_linear,
     multiply_by,
 )
 from packgraph.ops.linear import linear_layer, merged, product
@@ -71,6 +72,14 @@ def test_a_layer_multiplies_what_is_rounded_and_has_all_gradients(bias):
     assert (expected - near).norm() < 0.05 * near.norm()
 
 
+def test_layers_that_read_one_input_have_the_numbers_of_each():
+    layers = [linear_layer(FLOAT8, 32, size) for size in (16, 48)]
+    x = torch.randn(2, 3, 32)
+    assert all(map(torch.equal, float8_linear(x, tuple(layers)), [layer(x) for layer in layers]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layers[0](x).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("rows", [1, 6, 32])
 def test_gradients_of_weights_are_of_columns_that_are_rounded(rows):
     layer, x = linear_layer(FLOAT8_GRADIENTS, 32, 48), torch.randn(rows, 32, requires_grad=True)
@@ -116,8 +125,18 @@ def count_casts():
 
 
 @pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_needs_no_gradient_has_none(frozen, precision):
+    layer = linear_layer(precision, 32, 48)
+    x = torch.randn(6, 32, requires_grad=frozen != "x")
+    layer.weight.requires_grad_(frozen != "weight")
+    layer(x).sum().backward()
+    assert (x.grad is None) == (frozen == "x")
+    assert (layer.weight.grad is None) == (frozen == "weight")
+
+
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
 @pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan, torch.inf])
-@pytest.mark.few(3)
 def test_rows_of_padding_reach_no_other_row(padding, precision):
     layer, x = linear_layer(precision, 32, 48), torch.randn(8, 32)
     grad = torch.randn(8, 48)
@@ -191,7 +210,7 @@ def test_grouped_products_are_those_of_each_expert(transposed):
         pytest.param(kind, granularity, precision, marks=[pytest.mark.slow] * (not quick))
         for kind in (tiny_config, experts_config)
         for granularity, precision, quick in (
-            ("layer", FLOAT8, False),
+            ("layer", FLOAT8, kind is experts_config),
             ("chunk", FLOAT8_GRADIENTS, kind is tiny_config),
             ("layer", FLOAT8_GRADIENTS, False),
             ("chunk", FLOAT8, False),
@@ -268,7 +287,27 @@ def test_sizes_that_the_device_does_not_take_are_named_all_at_once():
         linear_layer(FLOAT8, 24, 48)(torch.randn(2, 24))
 
 
-@pytest.mark.slow
+class Adapted(nn.Module):
+    """A layer with something around it, which shows the weight of what is inside, as PEFT does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+def test_adapters_and_hooks_of_layers_that_share_an_input_run():
+    layers = [linear_layer(FLOAT8, 32, 16) for _ in range(2)]
+    x = torch.randn(4, 32)
+    plain, other = merged(x, *layers)
+    found = merged(x, layers[0], Adapted(layers[1]))
+    assert torch.equal(found[0], plain) and torch.equal(found[1], other + 1)
+    layers[1].register_forward_hook(lambda module, given, made: made + 2)
+    assert torch.equal(merged(x, *layers)[1], other + 2)
+
+
 def test_layers_of_two_precisions_are_two_codes_that_add_all_gradients_of_weights(monkeypatch):
     config = of(tiny_config("chunk", 0.0, 5), num_layers=3, precision=FLOAT8_GRADIENTS).model
     taken = []

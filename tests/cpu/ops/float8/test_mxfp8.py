@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,15 +10,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.float8 import linear
 from packgraph.ops.float8.cast import CODES, blocks_to_float8, from_float8, swizzled
 from packgraph.ops.float8.linear import FLOAT8, MXFP8, Mxfp8Linear, float8_problems, multiply_by
-from packgraph.ops.linear import linear_layer, product
+from packgraph.ops.linear import linear_layer, merged, product
 from packgraph.ops.names import NATIVE
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import pack
 from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.memory import DecoderMemory
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
+    CAPACITIES,
     random_packs,
     tiny_config,
     tiny_experts_config,
@@ -124,6 +130,41 @@ def test_a_layer_multiplies_what_is_rounded_and_has_all_gradients(bias):
     assert 0 < (expected - near).norm() < 0.05 * near.norm()
 
 
+def test_one_large_number_costs_its_block_alone_and_not_its_row():
+    x = torch.randn(4, 64)
+    x[:, 0] = 2.0**20
+    codes = {}
+    for precision in (FLOAT8, MXFP8):
+        layer = linear_layer(precision, 64, 32)
+        layer.weight.data.fill_(1.0)[:, 0] = 0.0
+        codes[precision] = (layer(x) - x[:, 1:].sum(1, keepdim=True)).abs().max()
+    assert codes[MXFP8] < 0.75 * codes[FLOAT8]
+
+
+def test_layers_that_read_one_input_have_the_numbers_of_each():
+    layers = [linear_layer(MXFP8, 64, size) for size in (32, 96)]
+    x = torch.randn(2, 3, 64)
+    with mock.patch.object(linear, "blocks_to_float8", wraps=blocks_to_float8) as cast:
+        found = merged(x, *layers)
+    assert cast.call_count == 3  # x once, and each weight
+    assert all(map(torch.equal, found, [layer(x) for layer in layers]))
+    weight = layers[0].weight.detach()
+    assert torch.equal(product(x[0], weight, None, True, MXFP8), found[0][0])
+    assert torch.equal(product(x[0], weight.t().contiguous(), None, False, MXFP8), found[0][0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layers[0](x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_needs_no_gradient_has_none(frozen):
+    layer = linear_layer(MXFP8, 64, 32)
+    x = torch.randn(6, 64, requires_grad=frozen != "x")
+    layer.weight.requires_grad_(frozen != "weight")
+    layer(x).sum().backward()
+    assert (x.grad is None) == (frozen == "x")
+    assert (layer.weight.grad is None) == (frozen == "weight")
+
+
 @pytest.mark.parametrize("padding", [1e4, torch.nan, torch.inf])
 def test_rows_of_padding_reach_no_other_row(padding):
     layer, x, grad = linear_layer(MXFP8, 64, 96), torch.randn(8, 64), torch.randn(8, 96)
@@ -141,12 +182,26 @@ def test_rows_of_padding_reach_no_other_row(padding):
 
 
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("chunk", marks=pytest.mark.slow)])
-@pytest.mark.few(2)
 def test_it_trains_through_graphs_bit_by_bit(granularity):
     config = of(tiny_config(granularity, 0.1, 6))  # two steps of warm-up, four by graphs
     report = verify("mxfp8", config, random_packs(seed=1), CPU)
     assert report.good and report.shows and not report.differences
     assert report.replayed >= 3
+
+
+@pytest.mark.slow
+def test_it_trains_through_compiled_graphs_bit_by_bit(monkeypatch):
+    """By torch's tracing compiler, as the other precisions."""
+    by_tracing = partial(graph, compile="aot_eager")
+    monkeypatch.setattr(
+        "packgraph.train.strategies.graph",
+        lambda *given, compile, **rest: by_tracing(*given, **rest),
+    )
+    config = of(tiny_config("chunk", 0.0, 5), num_layers=3, bf16_ends=1)
+    graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])
+    packs = (pack([[1, 2, 3] * 4, [5] * 9], [CAPACITIES[0]])[0] for _ in itertools.count())
+    report = verify("mxfp8", replace(config, graph=graphs), packs, CPU)
+    assert report.good and report.shows and not report.differences
 
 
 def test_decoders_and_live_layers_take_it_by_name():
@@ -210,6 +265,22 @@ def test_no_gpu_before_blackwell_multiplies_by_something_else():
         on_a_gpu((9, 0))
 
 
+def test_torch_takes_what_a_blackwell_gpu_would_be_given():
+    made, scaled = on_a_gpu((10, 0))
+    assert made.shape == (40, 96) and made.dtype == torch.bfloat16 and made.is_cuda
+    assert scaled.call_count == 1
+    left, right, scale, _, other, *_ = scaled.call_args.args
+    assert left.stride() == (64, 1) and right.stride() == (1, 64)
+    assert scale.shape == other.shape == (512,)  # one tile of 128 x 4
+    with FakeTensorMode():  # the same by the older function, which checks sizes of scales
+        parts = [torch.empty(size, 64, dtype=CODES, device=CUDA) for size in (40, 96)]
+        scales = [torch.empty(512, dtype=scale.dtype, device=CUDA) for _ in range(2)]
+        torch._scaled_mm(parts[0], parts[1].t(), *scales, out_dtype=torch.bfloat16)
+        scales[0] = torch.empty(80, dtype=scale.dtype, device=CUDA)  # as many as blocks
+        with pytest.raises(RuntimeError, match="scal"):
+            torch._scaled_mm(parts[0], parts[1].t(), *scales, out_dtype=torch.bfloat16)
+
+
 def test_experts_sizes_and_tensor_parallelism_are_refused():
     config = of(tiny_experts_config("layer", 0.0, 4), head_dim=16)
     assert any("experts have no products in mxfp8" in found for found in validate(config, "cpu"))
@@ -223,3 +294,10 @@ def test_experts_sizes_and_tensor_parallelism_are_refused():
     dense = of(tiny_config("layer", 0.0, 4))
     found = validate(replace(dense, parallel=ParallelConfig(tp=2)), "cpu", world=2)
     assert any("tensor parallelism over 2 ranks is not known" in one for one in found)
+
+
+def test_plans_of_memory_count_codes_and_scales():
+    plain = replace(tiny_config("layer", 0.0, 4).model, num_layers=3)
+    found = DecoderMemory(replace(plain, precision=MXFP8), 3, 4)(Capacity(128, 4))
+    numbers = 128 * 64 + 64 * 32
+    assert found - DecoderMemory(plain, 3, 4)(Capacity(128, 4)) == numbers + numbers // 32 * 5
