@@ -131,11 +131,8 @@ class Backend(Protocol):
 
     def new_pool(self) -> Pool: ...
 
-    def window(
-        self, pool: Any, scratch: Any, journal: Journal, trial: bool = False
-    ) -> AbstractContextManager[Window]:
-        """Open the capture of one variant into `pool`, scratch memory into `scratch`. trial: its
-        graphs are thrown away."""
+    def window(self, pool: Any, scratch: Any, journal: Journal) -> AbstractContextManager[Window]:
+        """Open the capture of one variant into `pool`, scratch memory into `scratch`."""
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run eagerly what is about to be captured (lazy handles, compiled kernels)."""

@@ -32,7 +32,7 @@ from packgraph.graphs.checks.calls import DryRun, Place, Uses
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.checks.unsupported import refuse_shared_memory
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.gradients import Accumulator, GradientBuffers
+from packgraph.graphs.gradients import GradientBuffers, adding_together
 from packgraph.graphs.key import CallModes, Layout, kernel_settings, layout_of
 from packgraph.graphs.output_gradients import (
     KeyGradients,
@@ -405,7 +405,6 @@ class VariantBuild:
                 )
                 if entry.buffer is not None and storage_of(leaf) in read
             ],
-            compiled=self.program.compiles,
             asks_later=self.dry_run.guards.recomputes or runs_python(forward.outputs),
         )
 
@@ -667,13 +666,8 @@ def _backward(
     again: bool,
 ) -> None:
     """Runs the code that a backward graph captures."""
-    accumulator = Accumulator(owned)
-    try:
-        accumulator.begin()
+    with adding_together(owned):
         torch.autograd.backward(starts, gradients, inputs=wanted, retain_graph=again)
-        accumulator.end()
-    finally:
-        accumulator.drop()
     with torch.no_grad():
         for leaf, grad_output in grad_outputs:
             if leaf.grad is not None:

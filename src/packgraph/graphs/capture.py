@@ -347,6 +347,19 @@ class Capturer:
             self.dry_runs[call.key] = seen
         return variant
 
+    def prepared(
+        self, call: Signature, args: tuple[Any, ...]
+    ) -> tuple[CapturedCall, GradientBuffers]:
+        """A call to capture on trial, and the memory that its graphs add gradients to.
+
+        Raises:
+            CaptureError: It cannot be compiled.
+        """
+        self.compile(call, args, {})  # first by itself, as before a capture
+        gradients = self._gradients.of(call.key)
+        about = CapturedCall(self.program, self._backend, gradients, args, {})
+        return about, GradientBuffers(self._slots.launches, self._homes)
+
     def start_over(self, reason: str) -> None:
         """Frees all graphs, counted under `reason`, and forgets what they hold for."""
         self._looked = False
@@ -371,12 +384,11 @@ def capture_variant(
     calls: contextlib.AbstractContextManager[object],
     lends: bool,
     dry_run: DryRun,
-    trial: bool = False,
 ) -> Variant:
     """Capture all regions of the call's program into `slot`.
 
-    calls: entered around eager runs of the module. dry_run: of the same call. trial: whether the
-    graphs are thrown away. Raises CaptureError; nothing has changed then.
+    calls: entered around eager runs of the module. dry_run: of the same call. Raises CaptureError;
+    nothing has changed then.
     """
     program, backend = call.program, call.backend
     if backend.guard_device is None:  # it keeps what it reads and writes itself
@@ -389,7 +401,7 @@ def capture_variant(
         compiled_stages(program.compiles, fixed=True),
     ):
         backend.copy_streams.memories.let_go()
-        with backend.window(slot.pool, slot.scratch, journal, trial) as window:
+        with backend.window(slot.pool, slot.scratch, journal) as window:
             build = VariantBuild(
                 program,
                 slot,

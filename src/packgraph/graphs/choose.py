@@ -61,6 +61,5 @@ def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> An
         Compiler,
     )  # loads torch's compiler, which takes seconds
 
-    if isinstance(compile, Mapping):
-        return Compiler("inductor", stats, options=compile)
-    return Compiler("inductor" if compile is True else compile, stats)
+    name = compile if isinstance(compile, str) else "inductor"
+    return Compiler(name, stats, compile if isinstance(compile, Mapping) else {})

@@ -20,16 +20,17 @@ it.
 """
 
 import abc
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from packgraph.graphs.fallback import within
 from packgraph.torch_internals import below_modes
 
 ALIGNMENT = 512
@@ -100,8 +101,6 @@ class CopyStreams(abc.ABC):
         scope: Number of the window's capture, 0 for eager work.
         replayed: The numbers of those captures that have been replayed.
         timed: Where a list, copies are timed into it (on a device).
-        trial: Whether the window's graphs are thrown away, so that nobody will ask for times of
-            their replays.
         memories: What `host` is cut from.
         postponed: What waits for the next launch of a graph.
     """
@@ -110,7 +109,7 @@ class CopyStreams(abc.ABC):
         self.memories, self._free = memories, FreeHost(memories)
         self._under_way: list[Copy] = []
         self.postponed = deque[Callable[[], None]]()
-        self.scope, self.replayed, self.trial = 0, set[int](), False
+        self.scope, self.replayed = 0, set[int]()
         self.timed: list[TimedCopy] | None = None
 
     def host(self, nbytes: int) -> HostMemory:
@@ -208,14 +207,9 @@ def captured_copy_streams() -> CopyStreams | None:
     return _CAPTURED.get()
 
 
-@contextlib.contextmanager
-def capturing_copy_streams(copy_streams: CopyStreams) -> Iterator[None]:
+def capturing_copy_streams(copy_streams: CopyStreams) -> AbstractContextManager[None]:
     """Within the block `captured_copy_streams` returns `copy_streams`."""
-    token = _CAPTURED.set(copy_streams)
-    try:
-        yield
-    finally:
-        _CAPTURED.reset(token)
+    return within(_CAPTURED, copy_streams)
 
 
 def placed(
@@ -293,8 +287,11 @@ class Arenas:
 class HostMemories:
     """Host memory of a slot, or of eager work. Buffers are numbered in the order in which a variant
     takes them, so that the variants of a slot, which exclude each other, share them. takers: of all
-    variants, which may outlive the slot.
+    variants, which may outlive the slot. is_trial: whether the slot's graphs are thrown away, so
+    that nobody will ask for times of their replays.
     """
+
+    is_trial = False
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make

@@ -159,11 +159,7 @@ def warn(message: str, place: SourceLine | None = None) -> None:
 
 def raised_line(trace: TracebackType | None) -> str:
     """`file.py:LINE in function` of the innermost user frame that an exception passed through."""
-    found = ""
-    for frame, line in traceback.walk_tb(trace):
-        if is_user_file(frame.f_code.co_filename):
-            found = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-    return found or user_line()
+    return traced_line("".join(traceback.format_tb(trace))) or user_line()
 
 
 def traced_line(stack: str | None) -> str:

@@ -246,6 +246,17 @@ def reason_of(text: str) -> Reason:
 
 
 @contextlib.contextmanager
+def within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a context variable a value for the block: what a block says to the code that it
+    runs."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def eager(reason: str) -> Iterator[None]:
     """Runs graphed modules eagerly inside this block; each call is counted under `reason` in their
     stats.
@@ -267,11 +278,8 @@ def eager(reason: str) -> Iterator[None]:
         raise ValueError(
             "packgraph.eager needs a reason to count, for example packgraph.eager('debugging')"
         )
-    token = _BYPASS.set(reason)
-    try:
+    with within(_BYPASS, reason):
         yield
-    finally:
-        _BYPASS.reset(token)
 
 
 def bypass_reason() -> str | None:

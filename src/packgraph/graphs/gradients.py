@@ -55,7 +55,7 @@ for as much: each is replaced as it arrives (`without_content`).
 import contextlib
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -381,67 +381,51 @@ def _add_nothing(buffer: GradientBuffer) -> None:
 
 
 WAITING_BYTES = 64 * 2**20
-_ACCUMULATORS: dict[int, "Accumulator"] = {}  # by autograd's number of the running backward
+_ADDING: dict[int, Callable[[], None]] = {}  # by autograd's number of the running backward
 
 
 def add_waiting_gradients() -> None:
     """Adds what waits to be added, within a backward: by a node of it or at its end."""
-    accumulator = _ACCUMULATORS.get(backward_task())
-    if accumulator is not None:
-        accumulator.add()
+    add = _ADDING.get(backward_task())
+    if add is not None:
+        add()
 
 
-class Accumulator:
-    """Takes the gradients of `aliases` (leaf parameters with `.grad`) over from autograd, between
-    `begin` and `end`."""
+@contextlib.contextmanager
+def adding_together(aliases: Sequence[torch.Tensor], most: int = WAITING_BYTES) -> Iterator[None]:
+    """Takes the gradients of `aliases` (leaf parameters with `.grad`) over from autograd in the
+    block, a backward. What waits is added when it ends, or lost where it fails. most: bytes of
+    gradients that wait before they are added."""
+    waiting, tasks = list[tuple[torch.Tensor, torch.Tensor]](), set[int]()
 
-    def __init__(self, aliases: Sequence[torch.Tensor], most: int = WAITING_BYTES) -> None:
-        """most: bytes of gradients that wait before they are added."""
-        self._aliases, self._most = list(aliases), most
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._bytes = 0
-        self._hooks: list[Any] = []
-        self._task: int | None = None
+    def add() -> None:
+        with torch.no_grad():
+            if waiting:
+                add_each(*map(list, zip(*waiting, strict=True)))
+        waiting.clear()
 
-    def begin(self) -> None:
-        """Takes the adding of gradients over from autograd."""
-        for alias in self._aliases:
-            node = torch.autograd.graph.get_gradient_edge(alias).node
-            self._hooks.append(node.register_prehook(partial(self._take, alias)))
-
-    def end(self) -> None:
-        """Add what still waits, and give the adding back to autograd."""
-        self.add()
-        self.drop()
-
-    def drop(self) -> None:
-        """Give the adding back to autograd; what waits is lost."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._waiting, self._bytes = [], [], 0
-        if self._task is not None:
-            _ACCUMULATORS.pop(self._task, None)
-
-    def _take(self, alias: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> Any:
+    def take(alias: torch.Tensor, gradients: tuple[torch.Tensor | None, ...]) -> Any:
         (gradient,) = gradients
         buffer = alias.grad
         if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
             return None
-        if self._task is None:
-            self._task = backward_task()
-            _ACCUMULATORS[self._task] = self
-        self._waiting.append((local_tensor(buffer), gradient))
-        self._bytes += gradient.numel() * gradient.element_size()
-        if self._bytes >= self._most:
-            self.add()
+        tasks.add(backward_task())
+        _ADDING[backward_task()] = add
+        waiting.append((local_tensor(buffer), gradient))
+        if sum(each.nbytes for _, each in waiting) >= most:
+            add()
         return (None,)  # nothing is left for autograd to add
 
-    def add(self) -> None:
-        """Add what waits."""
-        with torch.no_grad():
-            if self._waiting:
-                add_each(*map(list, zip(*self._waiting, strict=True)))
-        self._waiting, self._bytes = [], 0
+    with contextlib.ExitStack() as at_end:
+        for alias in aliases:
+            node = torch.autograd.graph.get_gradient_edge(alias).node
+            at_end.callback(node.register_prehook(partial(take, alias)).remove)
+        try:
+            yield
+            add()
+        finally:
+            for task in tasks:
+                del _ADDING[task]
 
 
 @contextlib.contextmanager

@@ -29,13 +29,15 @@ from packgraph.graphs.checks.unsupported import (
     unsupported_error,
 )
 from packgraph.graphs.choose import choose_backend, choose_compiler
+from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
-from packgraph.graphs.key import Signature, call_key, signature, undeclared
+from packgraph.graphs.gradients import GradientBuffers
+from packgraph.graphs.key import Signature, call_key, call_size, signature, undeclared
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.host_weights import HostWeights
 from packgraph.graphs.notices import Notices, detail
-from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
+from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.program import Program, open_objects
 from packgraph.graphs.replay import ReplayHandle, Variant
@@ -348,10 +350,10 @@ class Control:
             found = found or (fallback.CLOSED if self._closed else reason_around())
             if found is None:
                 with self._lock:
-                    found = self._find(args, kwargs)
+                    found = self._decide(args, kwargs)
             if isinstance(found, Signature):
                 with self._calls.capture() as free, self._lock:
-                    found = self._take(found, args, kwargs) if free else fallback.BUSY
+                    found = self._capture(found, args, kwargs) if free else fallback.BUSY
         except CaptureError as error:
             joint.confirm(error)
             raise
@@ -360,7 +362,7 @@ class Control:
             joint.confirm(_error(found))
         return found
 
-    def _find(
+    def _decide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
@@ -393,14 +395,23 @@ class Control:
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
-            ready = self.slots.acquire_captured(key)
-            if ready is not None:
-                lease, variant = ready
-                if variant.is_current:
-                    return self._handle(lease, variant)
-                lease.release()
-        call = self._look(args, kwargs)
-        return call if isinstance(call, str) else self._take(call, args, kwargs) or call
+            handle = self._ready(key)
+            if handle is not None:
+                return handle
+        # Not a call like the one before: everything is looked at.
+        if capturer.has_failed(key):
+            return fallback.CAPTURE_FAILED
+        call = Signature(key, call_size(args, kwargs))
+        reason = capturer.check_state(key, self._in_words(call, args), args, kwargs)
+        if reason is not None:
+            return reason
+        if cache.must_wait(key):
+            return fallback.NO_MEMORY
+        if key not in capturer.dry_runs:
+            if len(capturer.dry_runs) >= MAX_KEYS:
+                return fallback.TOO_MANY_KEYS
+            self._notices.new_key(self.module.forward, args, kwargs, self.device)
+        return self._ready(key) or (call if self.slots.has_free() else fallback.NO_SLOT)
 
     def _turn(self) -> set[Any] | None:
         """Take up the mode that the module is in now. Nothing is known to be frozen in another
@@ -408,6 +419,18 @@ class Control:
         if self.module.training is not self.capturer.training:
             self.capturer.training, self._frozen = self.module.training, None
         return self._frozen
+
+    def _ready(self, key: Any) -> ReplayHandle | None:
+        """A free slot that has graphs of `key`, for a call that replays them; None if there is
+        none."""
+        ready = self.slots.acquire_captured(key)
+        if ready is None:
+            return None
+        lease, variant = ready
+        if variant.is_current:
+            return self._handle(lease, variant)
+        lease.release()
+        return None
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
@@ -424,48 +447,27 @@ class Control:
             self._frozen,
         )
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
-        call = signature(args, kwargs, self.device, self.capturer.training)
-        if call is None:
-            return fallback.NO_KEY
-        if self.capturer.has_failed(call.key):
-            return fallback.CAPTURE_FAILED
-        reason = self.capturer.check_state(call.key, self._in_words(call, args), args, kwargs)
-        if reason is not None:
-            return reason
-        if self.capturer.cache.must_wait(call.key):
-            return fallback.NO_MEMORY
-        if call.key not in self.capturer.dry_runs:
-            if len(self.capturer.dry_runs) >= MAX_KEYS:
-                return fallback.TOO_MANY_KEYS
-            self._notices.new_key(self.module.forward, args, kwargs, self.device)
-        return call
-
-    def _take(
+    def _capture(
         self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ReplayHandle | str | None:
-        """None: a capture is due, which this thread may not make now."""
-        lease = self.slots.acquire(call.key)
-        if lease is None:
-            return fallback.NO_SLOT
-        variant = lease.slot.variants.get(call.key)
-        if variant is not None and variant.is_current:
-            return self._handle(lease, variant)
+    ) -> ReplayHandle | str:
+        """A slot with graphs that are captured now, unless another thread has done that; or the
+        reason to run eagerly."""
+        handle = self._ready(call.key)
+        if handle is not None:
+            return handle
         capturer, what = self.capturer, self._in_words(call, args)
+        found, reason = None if what is None else capturer.join_others(what), None
+        if found == EAGER:
+            return fallback.APART
+        if found == START_OVER:
+            self._frozen = None if self._frozen is None else set()
+            reason = capturer.check_state()
+        lease = None if reason is not None else self.slots.acquire(call.key)
+        if lease is None:
+            return reason or fallback.NO_SLOT
         with contextlib.ExitStack() as unless_captured:
             unless_captured.callback(lease.release)
-            if not self._calls.may_capture():
-                return None
-            found = None if what is None else capturer.join_others(what)
-            if found == START_OVER:
-                lease.release()
-                self._frozen = None if self._frozen is None else set()
-                reason = capturer.check_state()
-                lease = None if reason is not None else self.slots.acquire(call.key)
-                if lease is None:
-                    return reason or fallback.NO_SLOT
-                unless_captured.callback(lease.release)
-            if found == EAGER or not capturer.confirm():
+            if not capturer.confirm():
                 return fallback.APART
             try:
                 variant = capturer.captured(call, lease.slot, args, kwargs, what)
@@ -569,9 +571,7 @@ class Control:
             leases = self.slots.reserve(slots or self.slots.limit or 1)
             for lease in leases:
                 held.callback(lease.release)
-            busy = CaptureError(
-                fallback.BUSY, user_line(), "build graphs before other threads call the module"
-            )
+            busy = _error(fallback.BUSY)
             for lease, (call, args) in watch(list(itertools.product(leases, calls))):
                 if call.key in self.capturer.cache.failed:
                     continue
@@ -676,10 +676,9 @@ class Control:
             return signature(args, {}, self.device, training)
 
     @contextlib.contextmanager
-    def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
+    def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[CapturedCall, GradientBuffers]]:
         """Around a capture of a call like `args` that is thrown away: no other thread is inside the
-        module, and it is compiled, as before a capture. Gives what is captured, and what is known
-        of gradients of its outputs.
+        module, and it is compiled. Gives what `Capturer.prepared` does.
 
         Raises CaptureError where a capture could not begin.
         """
@@ -687,27 +686,12 @@ class Control:
         refused, call = unsupported_error(self.module), self._signature(args)
         if refused is not None:
             raise refused
-        if call is None:
-            raise CaptureError(
-                "an argument cannot be part of a key",
-                user_line(),
-                f"pass tensors on {self.device}, packed batches and constants",
-            )
         with as_in_training(self.module), self._calls.capture() as free:
             self._turn()
-            if not free:
-                raise CaptureError(
-                    "another thread is inside the module",
-                    user_line(),
-                    "trace memory before it begins",
-                )
-            reason = self.capturer.check_state()
-            if reason is not None:
-                raise CaptureError(
-                    reason, user_line(), "graphs add to the gradients of leaf parameters"
-                )
-            self.capturer.compile(call, args, {})  # first by itself, as before a capture
-            yield self.capturer.program, self._output_gradients.of(call.key)
+            reason = self.capturer.check_state() if free else fallback.BUSY
+            if call is None or reason is not None:
+                raise _error(reason or fallback.NO_KEY)
+            yield self.capturer.prepared(call, args)
 
     def refused_with_others(self) -> CaptureError | None:
         """Returns the reason why the module cannot be captured at all as it is, or None, before a

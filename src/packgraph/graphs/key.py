@@ -181,9 +181,13 @@ def signature(
     key = call_key(args, kwargs, device, training)
     if key is None:
         return None
-    leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    return Signature(key, (torch.is_grad_enabled(), nbytes))
+    return Signature(key, call_size(args, kwargs))
+
+
+def call_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, int]:
+    """The size of the bucket of a call made now, see `Signature`."""
+    tensors = call_tensors(args, kwargs)
+    return torch.is_grad_enabled(), sum(one.numel() * one.element_size() for one in tensors)
 
 
 Pattern = tuple["Layout | None", ...]  # for each output of a segment, None = it gets no gradient

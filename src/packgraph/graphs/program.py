@@ -20,6 +20,7 @@ import operator
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from packgraph.graphs.errors import CaptureError, forward_line, is_user_file
+from packgraph.graphs.fallback import within
 from packgraph.graphs.key import CONSTANTS, own_strides, row_major
 from packgraph.graphs.stages import (
     CompileUnit,
@@ -208,15 +210,10 @@ class Program:
 _TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces", default=None)
 
 
-@contextlib.contextmanager
-def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
+def reading(found: list[tuple[Any, Any]]) -> AbstractContextManager[None]:
     """Within the block captured stages are read before they run. found: gets the traces
-    (`traces.Trace`) of what a graph will hold, each with its owner."""
-    token = _TRACES.set(found)
-    try:
-        yield
-    finally:
-        _TRACES.reset(token)
+    (`guards.Trace`) of what a graph will hold, each with its owner."""
+    return within(_TRACES, found)
 
 
 @contextlib.contextmanager

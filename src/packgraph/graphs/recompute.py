@@ -17,9 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from packgraph.graphs import fallback
-from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
-from packgraph.graphs.checks.operations import operation_of
-from packgraph.graphs.checks.random_state import PastDraws, Redraw, state_calls
+from packgraph.graphs.checks.host_sync import Journal
+from packgraph.graphs.checks.random_state import PastDraws
 from packgraph.graphs.parameters import storage_of, without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.slots import SlotLease
@@ -153,49 +152,19 @@ def _unwritten(writes: Sequence[torch.Tensor]) -> Iterator[None]:
         journal.restore()
 
 
-class _Redrawing(CodeWatcher):
-    """Has the operations of a forward draw from `redraw`."""
-
-    def __init__(self, redraw: Redraw) -> None:
-        super().__init__()
-        self._redraw = redraw
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = operation_of(func)
-        if operation is None or not operation.may_draw:
-            return func(*args, **(kwargs or {}))
-        return self._redraw.call(operation, args, kwargs or {})
-
-
 def _drawing_again(
     region: Region, draws: PastDraws, run: Callable[[], dict[int, torch.Tensor]]
 ) -> dict[int, torch.Tensor]:
     """Runs `run` with the random numbers of the replay; returns its result.
 
-    Other threads may draw from the same generators meanwhile: so operations draw from private ones.
-    Left are operations that take no generator, each of which moves the real ones for itself
-    (`Redraw`); and compiled code and code that looks at the state of a generator (a checkpoint),
-    for which the real ones are moved as long as it runs. A thread that draws just then gets numbers
-    that were drawn before, and its draws are taken back. Numbers that are not those of the replay,
-    because another thread has drawn during it or now, are an error.
+    The real generators are moved as long as it runs. A thread that draws just then gets numbers
+    that were drawn before, and its draws are taken back: that is an error, as are other numbers
+    than those of the replay.
     """
-    made, redraw = None, Redraw(draws)
-    if not region.context.compiled:
-        with state_calls(redraw), _Redrawing(redraw):
-            made = run()
-    states = redraw.states()
-    if made is None or redraw.missed:
-        now = [generator.get_state() for generator in draws.generators]
-        try:
-            for generator, state in zip(draws.generators, draws.before, strict=True):
-                generator.set_state(state)
-            made = run()
-            states = [generator.get_state() for generator in draws.generators]
-        finally:
-            for generator, state in zip(draws.generators, now, strict=True):
-                generator.set_state(state)
-    if not draws.agree_with(states):
-        raise _cannot(region, "another thread has drawn random numbers while it ran")
+    with draws.again() as are_the_same:
+        made = run()
+        if not are_the_same():
+            raise _cannot(region, "another thread has drawn random numbers while it ran")
     return made
 
 

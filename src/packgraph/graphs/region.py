@@ -229,8 +229,8 @@ class Context:
     generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
     another thread may capture the module. inputs: numbers of the inputs that backwards read.
     changed: whether facts that the graphs have baked about the module hold no longer. gradients:
-    what is known of the gradients that its outputs get. compiled: the stages run compiled code.
-    asks_later: Python code of others runs in backwards, and reads what it may then.
+    what is known of the gradients that its outputs get. asks_later: Python code of others runs in
+    backwards, and reads what it may then.
     """
 
     run: Callable[[State], State]
@@ -244,7 +244,6 @@ class Context:
     counted: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
-    compiled: bool = False
     asks_later: bool = False
 
 

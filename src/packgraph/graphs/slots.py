@@ -181,10 +181,6 @@ class Calls:
             )
             self.shared = self.shared or lives
 
-    def may_capture(self) -> bool:
-        """Returns whether this thread is within `capture`."""
-        return self._capturer == threading.get_ident()
-
     @contextlib.contextmanager
     def capture(self) -> Iterator[bool]:
         """Within the block no other thread is inside the module, and none captures another one.

@@ -316,7 +316,7 @@ class GraphedStep:
             contextlib.ExitStack() as stack,
         ):
             aliases = stack.enter_context(aliased_parameters(self.modules))
-            owned = []
+            owned, read = [], list[torch.Tensor]()
             for alias in [p for p in self.modules.parameters() if p.requires_grad]:
                 parameter = aliases.parameter_of[id(alias)]
                 if parameter.grad is None and isinstance(parameter, DTensor):
@@ -329,7 +329,7 @@ class GraphedStep:
                 owned.append(self._buffers.buffer(parameter))
                 alias.grad = owned[-1].tensor
             with compiled_stages(self.compiled), reading_calls(self.modules):
-                read = self._run_dry(shown, journal)
+                self._backend.warm_up(lambda: self._run_dry(shown, journal, read))
             self._meet()  # a capture may exchange, too
             stack.enter_context(compiled_stages(self.compiled, fixed=True))
             for copy_streams in self._eager_copy_streams:
@@ -341,14 +341,9 @@ class GraphedStep:
             graph.name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
             return StepVariant(graph, inputs, static, owned, read)
 
-    def _run_dry(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
-        read: list[torch.Tensor] = []
-
-        def watched() -> None:
-            device = self._backend.guard_device
-            with CaptureChecker(journal, refuse=True, device=device) as watch:
-                self._all(shown, is_dry_run=True)
-            read.extend(tensor.detach() for tensor in watch.external.values())
-
-        self._backend.warm_up(watched)
-        return read
+    def _run_dry(self, shown: Sequence[Any], journal: Any, read: list[torch.Tensor]) -> None:
+        """Runs the step watched. read: gets the tensors from outside."""
+        device = self._backend.guard_device
+        with CaptureChecker(journal, refuse=True, device=device) as watch:
+            self._all(shown, is_dry_run=True)
+        read.extend(tensor.detach() for tensor in watch.external.values())

@@ -2,6 +2,7 @@
 
 import os
 import re
+import traceback
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -12,6 +13,7 @@ from packgraph.graphs.errors import (
     CaptureError,
     forward_line,
     is_user_file,
+    traced_line,
     user_line,
 )
 from packgraph.graphs.stages import CompileUnit
@@ -35,16 +37,16 @@ def explained(piece: CompileUnit, error: Exception, to_do: str) -> CaptureError:
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
     said = lines[0] if lines else type(inner).__name__
     why = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation: ")), "")
+    stack = "".join(traceback.format_list(getattr(error, "real_stack", None) or []))
+    where = traced_line(stack) or definition(piece)
     raised = re.search(r"raised exception (.*)", str(inner))
     if raised is not None:
         return CaptureError(
             f"{raised[1]} is raised while {piece.name} is read",
-            _line(error) or definition(piece),
+            where,
             "leave the stage out of the scope, or mend what raises",
         )
-    where = _line(error) or definition(piece)
-    passed = " ".join(frame.filename for frame in getattr(error, "real_stack", None) or [])
-    instead = next((text for file, text in _INSTEAD.items() if file in passed), "")
+    instead = next((text for file, text in _INSTEAD.items() if file in stack), "")
     for words, name in _WAITS.items():
         if any(words in line for line in lines[:3]):
             found = host_read(name, where)
@@ -69,14 +71,6 @@ _INSTEAD = {
     os.path.join("torch", "nn", "modules", "transformer.py"): "pass is_causal=True or False beside "
     "the mask: torch looks at the mask's numbers otherwise",
 }
-
-
-def _line(error: BaseException) -> str | None:
-    """The user's line that an error of torch.compile is about, if it says."""
-    for frame in reversed(getattr(error, "real_stack", None) or []):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return None
 
 
 def definition(piece: CompileUnit) -> str:

@@ -316,7 +316,11 @@ class OffloadRuntime:
             if copy.scope == 0:  # those of captures are joined there
                 copy_streams.wait(copy)
         times = None
-        if self.times_graphs and copy_streams is not self.copy_streams and not copy_streams.trial:
+        if (
+            self.times_graphs
+            and copy_streams is not self.copy_streams
+            and not copy_streams.memories.is_trial
+        ):
             if self._captured_waits.copy_streams is not copy_streams:
                 self._captured_waits = Waits(copy_streams)
             copy_streams.timed = [] if copy_streams.timed is None else copy_streams.timed

@@ -84,31 +84,6 @@ def test_a_method_that_a_library_adds_to_all_modules_is_watched(function, monkey
     assert is_watched(One(function, rest="led", whole="scaled"), monkeypatch)
 
 
-@pytest.mark.parametrize("find", REPLAY.values(), ids=REPLAY)
-def test_ways_that_replay(find):
-    graphed = graph(Dispatches(find), warmup=0, strict=True)
-    for _ in range(3):
-        graphed(X)
-    assert graphed.stats.replayed == 3
-
-
-def test_a_constant_name_reaches_that_attribute_alone():
-    """Negative control: other methods of the class may hold what cannot be watched."""
-
-    class Quiet(Dispatches):
-        def draws(self):
-            return iter(HIDDEN)
-
-    module = Quiet(lambda m: operator.attrgetter("scaled")(m))
-    graphed = graph(module, warmup=0, strict=True)
-    for _ in range(3):
-        assert torch.equal(graphed(X), module(X))
-    assert graphed.stats.replayed == 3
-
-
-HIDDEN = iter(range(3))
-
-
 def test_the_first_compilation_of_a_process_changes_nothing_about_a_module():
     """torch replaces `nn.Module.__init__` then."""
     program = """

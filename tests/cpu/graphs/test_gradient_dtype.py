@@ -1,6 +1,7 @@
 """Gradients of another dtype than the parameters' (`torch.Tensor.grad_dtype`): graphs add to them
 as autograd does."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,9 +12,8 @@ from tracekit import differences
 
 import packgraph
 from packgraph.graphs.compiled import products
-from packgraph.graphs.gradients import Accumulator
+from packgraph.graphs.gradients import adding_together
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory.trial import SpareGradients
 from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Stage
 
@@ -150,14 +150,6 @@ def test_the_dtype_of_a_gradient_that_is_there_can_be_set():
     assert parameter.grad.dtype == torch.float32 and parameter.grad.tolist() == [0.5] * 3
 
 
-def test_a_trial_adds_to_spare_memory_of_their_dtype():
-    model = Model()
-    spare = SpareGradients(model)
-    for parameter in model.parameters():
-        parameter.grad = spare.buffer(parameter).tensor
-        assert parameter.grad.dtype == torch.float32 and parameter.grad.shape == parameter.shape
-
-
 # ---- gradients added a few dozen at a time
 
 
@@ -174,10 +166,8 @@ def test_sums_equal_autograds(most):
             parameter.grad = torch.ones_like(parameter)
     for _ in range(3):
         x = torch.randn(3, 4)
-        accumulator = Accumulator(list(ours.parameters()), most)
-        accumulator.begin()
-        ours(x).pow(2).sum().backward()
-        accumulator.end()
+        with adding_together(list(ours.parameters()), most):
+            ours(x).pow(2).sum().backward()
         theirs(x).pow(2).sum().backward()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -187,9 +177,8 @@ def test_autograd_adds_again_when_it_ends():
     module = stack()
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    accumulator = Accumulator(list(module.parameters()))
-    accumulator.begin()
-    accumulator.drop()
+    with contextlib.suppress(KeyError), adding_together(list(module.parameters())):
+        raise KeyError
     module(torch.randn(3, 4)).sum().backward()
     assert all(parameter.grad.any() for parameter in module[-1:].parameters())
 

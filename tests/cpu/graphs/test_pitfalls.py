@@ -149,15 +149,6 @@ def test_autocast_ends_with_the_forward_and_caches_as_in_eager(function):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize(
-    "argument", [{1, 2}, slice(1), object(), torch.Generator()], ids=lambda a: type(a).__name__
-)
-def test_arguments_that_no_key_can_hold_run_eagerly(argument):
-    graphed = graph(One(lambda m, a, other: m.linear(a)), warmup=0)
-    graphed(torch.randn(3, 4), argument).sum().backward()
-    assert dict(graphed.stats.fallbacks) == {"an argument cannot be part of a key": 1}
-
-
 def test_not_a_number_and_signed_zeros_are_keys_like_others():
     graphed = graph(One(lambda m, a, f: m.linear(a) * f), warmup=0)
     x = torch.randn(3, 4)

@@ -2,18 +2,13 @@
 or under a counted reason."""
 
 import collections
-import ctypes
 import functools
 import gc
 import itertools
-import logging
-import multiprocessing
 import queue
 import random
-import threading
 import types
 import warnings
-import weakref
 
 import numpy
 import pytest
@@ -25,8 +20,6 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.step import GraphedStep
-
-RNG = random.Random(3)
 
 
 def filled(kind):
@@ -110,37 +103,6 @@ def test_state_that_reading_moves_equals_eager_and_is_told_once(kind, wrap, tmp_
     assert not graphed.stats.captured
 
 
-@pytest.mark.parametrize("where", ["closure", "global", "default", "method"])
-def test_state_that_the_code_names_equals_eager(where):
-    held = random.Random(5)
-    RNG.seed(5)
-    forward = {
-        "closure": lambda m, x: m.linear(x) * held.random(),
-        "global": lambda m, x: m.linear(x) * RNG.random(),
-        "default": lambda m, x, held=held: m.linear(x) * held.random(),
-        "method": functools.partial(lambda draw, m, x: m.linear(x) * draw(), held.random),
-    }[where]
-    graphed = graph(One(forward), warmup=0)
-    with pytest.warns(PackgraphWarning, match="test_state_refused.py"):
-        found = run(graphed)
-    held.seed(5)
-    RNG.seed(5)
-    assert same(found, run(One(forward))) and graphed.stats.fallbacks["capture failed"] == 5
-
-
-def test_strict_raises_in_every_call():
-    graphed = graph(
-        reading(lambda held: held.random(), lambda m: m.held, held=random.Random(1)),
-        warmup=0,
-        strict=True,
-    )
-    for _ in range(2):
-        with pytest.raises(CaptureError) as caught:
-            graphed(X)
-    assert "test_state_refused.py" in caught.value.where and caught.value.remedy
-    assert graphed.module.held.random() == random.Random(1).random()
-
-
 def test_a_held_generator_that_is_not_read_is_fine():
     graphed = graph(One(held=random.Random(1)), warmup=0, strict=True)
     run(graphed)
@@ -162,59 +124,14 @@ def test_state_that_comes_later_ends_replays():
     )
 
 
-def test_a_torch_generator_draws_as_in_eager():
-    def make():
-        return One(
-            lambda m, x: m.linear(x) * torch.rand(4, generator=m.held),
-            held=torch.Generator().manual_seed(1),
-            also=[random.random, numpy.random.rand],
-        )
-
-    graphed = graph(make(), warmup=0)
-    assert same(quietly(run, graphed), run(make())) and is_told(graphed, 5)
+LARGE = [numpy.zeros(2**20), bytearray(2**21), [0] * 30_000, collections.deque([0] * 30_000)]
 
 
-LARGE = {
-    "an array": (lambda: numpy.zeros(2**20), lambda held: held.__setitem__(7, 3.0)),
-    "bytes": (lambda: bytearray(2**21), lambda held: held.__setitem__(7, 3)),
-    "a list": (lambda: [0] * 30_000, lambda held: held.__setitem__(7, 3)),
-    "a deque": (lambda: collections.deque([0] * 30_000), lambda held: held.__setitem__(7, 3)),
-}
-
-
-@pytest.mark.parametrize("kind", LARGE)
-def test_large_state_that_is_read_and_changes_equals_eager(kind):
-    make, change = LARGE[kind]
-    read = lambda m, x: m.linear(x) * (1.0 + float(m.held[7]))  # noqa: E731
-    eager, module = One(read, held=make()), One(read, held=make())
-    graphed = graph(module, warmup=0)
-    for _ in range(2):
-        assert same(quietly(run, graphed, 3), run(eager, 3))
-        change(eager.held)
-        change(module.held)
-    assert is_told(graphed, 6)
-
-
-@pytest.mark.parametrize("kind", LARGE)
-def test_large_state_that_is_not_read_replays(kind):
-    graphed = graph(One(held=LARGE[kind][0]()), warmup=0, strict=True)
+@pytest.mark.parametrize("held", LARGE, ids=["an array", "bytes", "a list", "a deque"])
+def test_large_state_that_is_not_read_replays(held):
+    graphed = graph(One(held=held), warmup=0, strict=True)
     run(graphed)
     assert graphed.stats.replayed == 5
-
-
-def test_hooks_of_a_teacher_are_followed():
-    def make():
-        torch.manual_seed(4)
-        teacher = nn.Linear(4, 4).requires_grad_(False)
-        teacher.register_forward_hook(lambda module, args, out: out * 2)
-        return One(lambda m, x: m.linear(x) + m.held[0](x), held=[teacher])
-
-    eager, graphed = make(), graph(make(), warmup=0)
-    for _ in range(2):
-        assert same(quietly(run, graphed, 3), run(eager, 3))
-        for module in (eager, graphed.module):
-            module.held[0].register_forward_hook(lambda module, args, out: out + 1)
-    assert is_told(graphed, 6)
 
 
 def test_a_step_refuses_what_reading_moves():
@@ -245,39 +162,3 @@ def test_modules_of_torch_jit_equal_eager(make, where):
 
     graphed = graph(made(), warmup=0)
     assert same(quietly(found, graphed), found(made())) and is_told(graphed, 5)
-
-
-@pytest.mark.parametrize("kind", ["pointer", "semaphore"])
-def test_pointers_and_state_of_other_processes_equal_eager(kind):
-    if kind == "pointer":
-        held = ctypes.pointer(ctypes.c_float(1.0))
-        module = One(lambda m, x: m.linear(x) * m.held.contents.value, held=held)
-        change = lambda: setattr(held.contents, "value", 2.0)  # noqa: E731
-    else:
-        held = multiprocessing.Semaphore(2)
-        module = One(lambda m, x: m.linear(x) * m.held.get_value(), held=held)
-        change = held.acquire
-    graphed = graph(module, warmup=0)
-    for _ in range(2):
-        for _ in range(3):
-            assert torch.equal(quietly(graphed, X), module(X))
-        change()
-    assert is_told(graphed, 6)
-
-
-def test_a_lock_a_logger_and_a_proxy_equal_eager():
-    Slotted = type("Slotted", (), {"__slots__": ("proxy",)})
-    module = One(lambda m, x: m.linear(x) * m.held.proxy.scale, held=Slotted())
-    module.also = [multiprocessing.Lock(), threading.local(), logging.getLogger("any")]
-    module.target = Scale()
-    module.held.proxy = weakref.proxy(module.target)
-    graphed = graph(module, warmup=0)
-    for scale in (1.0, 2.0):
-        module.target.scale = scale
-        for _ in range(3):
-            assert torch.equal(quietly(graphed, X), module(X))
-    assert is_told(graphed, 6)
-
-
-class Scale:
-    scale = 1.0

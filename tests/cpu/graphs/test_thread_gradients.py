@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from packgraph.graphs import replay
-from packgraph.graphs.checks.random_state import Redraw
+from packgraph.graphs import recompute, replay
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.gradients import SeparateGradients
 from packgraph.graphs.graphed import control, graph
@@ -242,42 +241,23 @@ def test_a_forward_that_is_run_again_draws_what_its_replay_has_drawn(within):
     assert all(map(torch.equal, *found))
 
 
-def test_a_thread_draws_while_a_forward_is_run_again(monkeypatch):
-    eager, graphed = pairs()
-    drawn, call = [], Redraw.call
-
-    def call_beside_another(redraw, function, args, kwargs):
-        result = call(redraw, function, args, kwargs)
-        assert not together(lambda: drawn.append(torch.rand(4)))
-        return result
-
-    monkeypatch.setattr(Redraw, "call", call_beside_another)
-    states = []
-    for model in (graphed, eager):
-        torch.manual_seed(5)
-        outs = model(X)
-        quietly(lambda outs=outs: sum(map(torch.sum, outs)).backward())
-        if model is eager:
-            assert drawn
-            assert all(torch.equal(numbers, torch.rand(4)) for numbers in drawn)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-    assert_same_sums(eager, graphed)
-
-
-def test_a_forward_is_not_run_again_when_another_thread_has_drawn_in_its_replay(monkeypatch):
+@pytest.mark.parametrize(
+    ("home", "name"), [(replay, "replay_forward"), (recompute, "_compare")], ids=["replay", "again"]
+)
+def test_a_thread_that_draws_while_a_forward_runs_again_or_did_is_an_error(home, name, monkeypatch):
     _, graphed = pairs()
-    replay_forward = replay.replay_forward
+    run = getattr(home, name)
 
-    def replay_beside_another(region):
-        made = replay_forward(region)
+    def run_beside_another(*args):
+        made = run(*args)
         assert not together(lambda: torch.rand(4))
         return made
 
-    monkeypatch.setattr(replay, "replay_forward", replay_beside_another)
-    outs = graphed(X)
+    monkeypatch.setattr(home, name, run_beside_another)
+    outs, state = graphed(X), torch.get_rng_state()
     with pytest.raises(RuntimeError, match="another thread has drawn random numbers"):
         sum(map(torch.sum, outs)).backward()
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_forward_is_run_again_while_another_thread_captures(monkeypatch):

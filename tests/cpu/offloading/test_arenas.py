@@ -18,7 +18,7 @@ from packgraph.graphs.copy_streams import (
     aligned,
     placed,
 )
-from packgraph.graphs.recorder.copy_streams import copy_back, copy_out, plain
+from packgraph.graphs.recorder.copy_streams import move, plain
 
 
 @contextlib.contextmanager
@@ -77,10 +77,10 @@ def test_buffers_that_grow_are_still_those_that_were_handed_out(groups, more):
                 for counts in sizes
             ]
             for host, tensors in zip(hosts, given, strict=True):
-                copy_out(*placed(host, tensors))
+                move("out", *placed(host, tensors))
             for host, tensors in zip(hosts, given, strict=True):
                 found = [torch.empty_like(tensor) for tensor in tensors]
-                copy_back(*placed(host, found))
+                move("back", *placed(host, found))
                 assert all(map(torch.equal, found, tensors))
 
 

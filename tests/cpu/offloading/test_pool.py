@@ -81,13 +81,13 @@ def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
         RecorderWindow,
         "close",
         lambda self: (
-            taken.append((self.copy_streams, self.copy_streams.memories.arenas.nbytes()))
+            taken.append(((held := self.copy_streams.memories), held.arenas.nbytes()))
             or close(self)
         ),
     )
     trial_memory(graphed, [arguments], 1)
-    ((copy_streams, before),) = taken
-    assert before > 0 and copy_streams.memories.arenas.nbytes() == 0 and copy_streams.trial
+    ((memories, before),) = taken
+    assert before > 0 and memories.arenas.nbytes() == 0 and memories.is_trial
     graphed.close()
 
 

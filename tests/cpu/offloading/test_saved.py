@@ -215,13 +215,14 @@ def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(
     monkeypatch, no_collections
 ):
     gone = []
-    copy = recorder_lanes.copy_back
+    move = recorder_lanes.move
 
-    def noting(targets, places):
-        gone.append(sum(target is None for target in targets))
-        copy(targets, places)
+    def noting(copy_stream, tensors, places):
+        if copy_stream == "back":
+            gone.append(sum(target is None for target in tensors))
+        move(copy_stream, tensors, places)
 
-    monkeypatch.setattr(recorder_lanes, "copy_back", noting)
+    monkeypatch.setattr(recorder_lanes, "move", noting)
     module = Stack(4)
     runtime = offloaded(module)
     loss = module(torch.randn(32, 32)).sum()

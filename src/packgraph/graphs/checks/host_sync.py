@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,6 +39,7 @@ from packgraph.graphs.checks.operations import (
 )
 from packgraph.graphs.checks.random_state import Draws
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.fallback import within
 from packgraph.graphs.memory.allocator import most_allocated
 from packgraph.torch_internals import identity, storage_id
 
@@ -186,14 +188,9 @@ def _has_room(whole: torch.Tensor, beside: int) -> bool:
     return few and room - whole.numel() >= SLACK * needed
 
 
-@contextlib.contextmanager
-def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
+def known_generators(generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
     """Within the block captured code may draw from these generators only."""
-    token = _KNOWN.set(frozenset(identity(generator) for generator in generators))
-    try:
-        yield
-    finally:
-        _KNOWN.reset(token)
+    return within(_KNOWN, frozenset(map(identity, generators)))
 
 
 def capturing() -> bool:
@@ -245,12 +242,8 @@ def compiled_stages(there: bool = True, fixed: bool = False) -> Iterator[None]:
     operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
     the watchers itself (graphs/compiled/compiler.py).
     """
-    token, all_token = _COMPILED.set(there), _FIXED.set(fixed)
-    try:
+    with within(_COMPILED, there), within(_FIXED, fixed):
         yield
-    finally:
-        _COMPILED.reset(token)
-        _FIXED.reset(all_token)
 
 
 def all_is_compiled() -> bool:

@@ -30,7 +30,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.checks.operations import Operation
 from packgraph.graphs.errors import CaptureError, user_line
@@ -60,19 +59,15 @@ class _State:
     """The state of one generator, as far as the capture knows it. others: whether somebody else has
     drawn."""
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        same: Callable[[Any, Any], bool],
-    ) -> None:
-        self._read, self._write, self._same = read, write, same
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        """read: gives what `==` compares."""
+        self._read, self._write = read, write
         self._first = self._expected = read()
         self.others = False
 
     def look(self) -> bool:
         """Checks, before the capture moves it, that the generator is where the capture left it."""
-        same = self._same(self._expected, self._read())
+        same: bool = self._expected == self._read()
         self.others = self.others or not same
         return same
 
@@ -84,10 +79,10 @@ class _State:
         """Returns whether there is something to take back, which nobody else has drawn from. alone:
         there is nobody else."""
         if alone:
-            return not self._same(self._first, self._read())
+            return bool(self._first != self._read())
         # What the capture has not moved is never written: somebody may draw between a look and a
         # write.
-        return not self._same(self._first, self._expected) and self.look() and not self.others
+        return self._first != self._expected and self.look() and not self.others
 
     def undo(self) -> None:
         """Take back what was drawn."""
@@ -104,7 +99,7 @@ def _torch_state(generator: torch.Generator) -> _State:
         with _unwatched():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return _State(partial(_read, generator), write, bytes.__eq__)
+    return _State(partial(_read, generator), write)
 
 
 def _numpy_state() -> _State | None:
@@ -121,7 +116,7 @@ def _numpy_state() -> _State | None:
         kind, keys, dtype, *rest = state
         numpy.set_state((kind, sys.modules["numpy"].frombuffer(keys, dtype=dtype), *rest))
 
-    return _State(read, write, lambda one, other: bool(one == other))
+    return _State(read, write)
 
 
 class _Listening(threading.local):
@@ -196,9 +191,7 @@ class Draws:
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = list(generators)
         self._torch = [_torch_state(generator) for generator in self._generators]
-        self._python = _State(
-            random.getstate, random.setstate, lambda one, other: bool(one == other)
-        )
+        self._python = _State(random.getstate, random.setstate)
         self._numpy = _numpy_state()
         self._alone = is_alone()
         self._captured = True
@@ -300,103 +293,40 @@ class Draws:
 
 
 class PastDraws:
-    """States of generators before and after a replay.
+    """States of generators before a replay, and of those that have moved in it, after it.
 
     Attributes:
-        generators: Those whose numbers it may have drawn.
-        before: Their states.
-        after: The same afterwards; set by `end`.
+        moved: Generators with their states before and after the replay; set by `end`.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self.generators = generators
-        self.before = [generator.get_state() for generator in generators]
-        self.after: list[torch.Tensor] = []
+        self._before = [(generator, generator.get_state()) for generator in generators]
+        self.moved: list[tuple[torch.Generator, torch.Tensor, torch.Tensor]] = []
 
     def end(self) -> None:
         """The replay is done."""
-        self.after = [generator.get_state() for generator in self.generators]
-
-    def agree_with(self, states: Sequence[torch.Tensor]) -> bool:
-        """Returns whether a run that began at `before` and ended at `states` has drawn what the
-        replay has. It has not where another thread has drawn between."""
-        return all(
-            torch.equal(state, before) or torch.equal(state, after)
-            for state, before, after in zip(states, self.before, self.after, strict=True)
-        )
-
-
-class Redraw:
-    """Draws the numbers of a replay again, from private generators where operations take one.
-
-    What takes none moves the real generator for the time of that operation alone: another thread
-    that draws just then gets numbers that were drawn before, and its draws are taken back.
-
-    Attributes:
-        missed: Whether code has looked at the state of a generator or has moved it (a checkpoint
-            does that): it has found the real one where it is now.
-    """
-
-    def __init__(self, past: PastDraws) -> None:
-        self._real = {identity(generator): generator for generator in past.generators}
-        self._private: dict[int, torch.Generator] = {}
-        for (key, generator), state in zip(self._real.items(), past.before, strict=True):
-            self._private[key] = torch.Generator(generator.device)
-            self._private[key].set_state(state)
-        self._moving = self.missed = False
-
-    def state_call(self, function: Any, generator: torch.Generator, state: Any) -> Any:
-        """See state_calls."""
-        self.missed = self.missed or not self._moving
-        return function()
-
-    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the forward that may draw."""
-        privately = _with_generator(
-            operation, args, kwargs, lambda generator: self._private.get(identity(generator))
-        )
-        if privately is not None:
-            return privately()
-        with self._moved(_drawing_devices(operation, args, kwargs)):
-            return operation.function(*args, **kwargs)
-
-    def states(self) -> list[torch.Tensor]:
-        """States of the private generators."""
-        return [generator.get_state() for generator in self._private.values()]
+        found = [(own, before, own.get_state()) for own, before in self._before]
+        self.moved = [each for each in found if not torch.equal(*each[1:])]
 
     @contextlib.contextmanager
-    def _moved(self, devices: set[str] | None) -> Iterator[None]:
-        """Within the block the real generators are where the private ones are. devices: types of
-        those that may draw; None = any."""
-        moved = {
-            key: generator
-            for key, generator in self._real.items()
-            if devices is None or generator.device.type in devices
-        }
-        self._moving = True
-        now = {key: generator.get_state() for key, generator in moved.items()}
+    def again(self) -> Iterator[Callable[[], bool]]:
+        """Within the block, one forward, the generators are where they were before the replay.
+
+        Yields:
+            Whether what was drawn in the block by now is what the replay has drawn. It is not where
+            another thread has drawn meanwhile, or in the replay.
+        """
+        now = [(own, own.get_state()) for own, _, _ in self.moved]
         try:
-            for key, generator in moved.items():
-                generator.set_state(self._private[key].get_state())
-            yield
+            for own, before, _ in self.moved:
+                own.set_state(before)
+            yield lambda: all(
+                any(torch.equal(own.get_state(), known) for known in states)
+                for own, *states in self.moved
+            )
         finally:
-            for key, generator in moved.items():
-                self._private[key].set_state(generator.get_state())
-                generator.set_state(now[key])
-            self._moving = False
-
-
-def _drawing_devices(
-    operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> set[str] | None:
-    """Types of devices whose generators an operation may draw from; None = it could be any, as its
-    code is unknown."""
-    if operation.moves:
-        return None
-    devices = {
-        leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-    }
-    return devices or None
+            for own, state in now:
+                own.set_state(state)
 
 
 def _puts_back(frame: FrameType | None) -> bool:

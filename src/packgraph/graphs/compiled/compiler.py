@@ -234,9 +234,8 @@ class Compiler:
     """The compiled code of one graphed module.
 
     backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels
-    (for tests). make: how a function becomes compiled code, if not by this class's own way. stats:
-    gets the counts. options: of Inductor; its own graphs stay off whatever they say. Raises
-    ValueError for names that torch does not know.
+    (for tests). stats: gets the counts. options: of Inductor; its own graphs stay off whatever they
+    say. Raises ValueError for names that torch does not know.
 
     adds_products: whether gradients of weights may be added to `.grad` by the products that make
     them; set before the first call, and only where nothing but compiled stages uses the weights.
@@ -246,7 +245,6 @@ class Compiler:
         self,
         backend: str,
         stats: Stats,
-        make: Callable[[Code], Code] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if backend not in BACKENDS:
@@ -264,7 +262,6 @@ class Compiler:
                 )
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self.adds_products = False
-        self._make = make
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
@@ -320,7 +317,7 @@ class Compiler:
         shared = (type(piece.owner), piece.methods, getattr(piece.owner, "precision", None))
         key = (shared, getattr(piece.owner, "training", None), shapes_of(state))
         if key not in self._code:
-            self._code[key] = (self._make or self._compiled)(chain(piece))
+            self._code[key] = self._compiled(chain(piece))
             self._shapes[shared] = self._shapes.get(shared, 0) + 1
             if self._shapes[shared] > 1:
                 self.stats.recompiles[f"{piece.name}: other inputs"] += 1

@@ -6,8 +6,8 @@ makes it. So the trial is a capture into pools of its own, whose sizes are read:
 
     dry run -> capture into one slot -> bytes of the slot's pool and of the shared one -> freed
 
-All slots of a bank are alike. The trial trains nothing, adds gradients to spare memory, and takes
-what graphs of these calls take in one slot.
+All slots of a bank are alike. The trial trains nothing, and takes what graphs of these calls take
+in one slot.
 """
 
 import contextlib
@@ -16,14 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
 
 from packgraph.graphs.capture import capture_variant
-from packgraph.graphs.dry_run import CapturedCall, dry_run
-from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
+from packgraph.graphs.dry_run import dry_run
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.graphs.key import contiguous_strides, own_strides
-from packgraph.graphs.parameters import gradient_dtype, local_tensor
 from packgraph.graphs.slots import Slot
 
 
@@ -77,62 +73,22 @@ def trial_memory(
     backend = own.capture_backend
     shared = None if own.slots.limit == 1 else backend.new_pool()
     slot = Slot(0, backend, own.device, shared)
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(_free, slot)
-        for args in samples:
-            with own.trial(args) as (program, gradients):
-                call = CapturedCall(program, backend, gradients, args, {})
-                tried = dry_run(call)
-                try:
-                    variant = capture_variant(
-                        call,
-                        slot,
-                        SpareGradients(program.module),
-                        contextlib.nullcontext(),
-                        own.capturer.lends,
-                        tried,
-                        trial=True,
-                    )
-                    at_end.callback(variant.reset)
-                finally:
-                    tried.read.clear()
-                    tried.written.clear()
+    slot.pool.host.is_trial = True
+    try:
+        for number, args in enumerate(samples):
+            with own.trial(args) as (call, buffers):
+                slot.variants[number] = capture_variant(
+                    call,
+                    slot,
+                    buffers,
+                    contextlib.nullcontext(),
+                    own.capturer.lends,
+                    dry_run(call),
+                )
         return BankMemory(
             slots, slot.pool.nbytes(), 0 if shared is None else shared.nbytes(), slot.buffer_bytes()
         )
-
-
-def _free(slot: Slot) -> None:
-    slot.clear()
-    if slot.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-class SpareGradients(GradientBuffers):
-    """Gradients that nobody reads: those of all parameters lie in the same memory, that of the
-    largest."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self._spare: dict[torch.device, torch.Tensor] = {}
-        for parameter in module.parameters():
-            nbytes = local_tensor(parameter).numel() * gradient_dtype(parameter).itemsize
-            kept = self._spare.get(parameter.device)
-            if kept is None or kept.numel() < nbytes:
-                self._spare[parameter.device] = torch.zeros(
-                    max(nbytes, 1), dtype=torch.uint8, device=parameter.device
-                )
-
-    def buffer(
-        self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
-    ) -> GradientBuffer:
-        """A buffer of the parameter's form."""
-        return GradientBuffer(parameter, with_local(parameter, self._like(parameter), placements))
-
-    def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        local = local_tensor(parameter)
-        strides = own_strides(local) or contiguous_strides(local.shape)
-        whole = torch.empty(0, dtype=gradient_dtype(parameter), device=local.device)
-        return whole.set_(
-            self._spare[local.device].untyped_storage(), 0, tuple(local.shape), strides
-        )
+    finally:
+        slot.clear()
+        if slot.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -57,6 +57,7 @@ from packgraph.graphs.checks.operations import (
 from packgraph.graphs.checks.random_state import state_calls
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.fallback import within
 from packgraph.graphs.key import with_bits
 from packgraph.graphs.parameters import storage_of
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams, plain
@@ -603,11 +604,10 @@ class RecorderBackend:
 
     @contextlib.contextmanager
     def window(
-        self, pool: RecorderPool, scratch: RecorderPool, journal: Journal, trial: bool = False
+        self, pool: RecorderPool, scratch: RecorderPool, journal: Journal
     ) -> Iterator[RecorderWindow]:
         """See Backend."""
         window = RecorderWindow(pool, scratch, journal, self.copy_streams)
-        window.copy_streams.trial = trial
         yield window
         window.close()
 
@@ -640,12 +640,8 @@ def recorded_host(
         step(lambda: read.copy_(generator.get_state()))
         return read
 
-    token = _RECORDED.set(waited)
-    try:
-        with state_calls(SimpleNamespace(state_call=state_call)):
-            yield
-    finally:
-        _RECORDED.reset(token)
+    with within(_RECORDED, waited), state_calls(SimpleNamespace(state_call=state_call)):
+        yield
 
 
 def tell_waits() -> None:

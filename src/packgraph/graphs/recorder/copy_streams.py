@@ -73,26 +73,18 @@ class Queues:
         run()
 
 
-def copy_out(sources: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]) -> None:
-    """Copy to the host; of a source that is gone (None) NaN, as if something else were there
-    now."""
-    for source, place in zip(sources, places, strict=True):
-        place.fill_(POISON) if source is None else place.copy_(source)
-
-
-def copy_back(targets: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]) -> None:
-    """Copy from the host, and overwrite what was there."""
-    for target, place in zip(targets, places, strict=True):
-        if target is not None:
-            target.copy_(place)
-        place.fill_(POISON)
-
-
-def _move(
+def move(
     copy_stream: str, tensors: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]
 ) -> None:
-    copy = copy_out if copy_stream == "out" else copy_back
-    copy(tensors, places)
+    """Copies to the host: of what is gone (None) NaN, as if something else were there now. Or from
+    it, and overwrites what was there."""
+    for tensor, place in zip(tensors, places, strict=True):
+        if copy_stream == "out" and tensor is not None:
+            place.copy_(tensor)
+            continue
+        if tensor is not None:
+            tensor.copy_(place)
+        place.fill_(POISON)
 
 
 class _Weak:
@@ -131,7 +123,7 @@ class EmulatedCopyStreams(CopyStreams):
         if copy_stream == "back":
             _unseen(lambda: [piece.fill_(POISON) for piece in pieces])()
         self._count += 1
-        run = _unseen(lambda: _move(copy_stream, [each.tensor() for each in weak], places))
+        run = _unseen(lambda: move(copy_stream, [each.tensor() for each in weak], places))
         self.queues.add(copy_stream, self._count, None if before is None else before.native, run)
         return self._count
 
@@ -183,7 +175,7 @@ class RecordedCopyStreams(EmulatedCopyStreams):
         def queue(*given: torch.Tensor) -> None:
             for target in given if copy_stream == "back" else ():
                 target.fill_(POISON)
-            self._replays.add(copy_stream, number, after, lambda: _move(copy_stream, given, places))
+            self._replays.add(copy_stream, number, after, lambda: move(copy_stream, given, places))
 
         self._window.note(queue, pieces)
         return number
