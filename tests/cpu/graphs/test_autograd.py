@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from autogradkit import Net, assert_same, gradients, run_both, sample, twins
 from torch import nn
 
@@ -158,6 +159,28 @@ def test_an_output_that_the_loss_leaves_out_gets_no_gradient_and_no_nan():
     assert graphed.stats.fallbacks.keys() == {"warm-up"}
 
 
+def test_dropout_is_drawn_again_for_a_backward_that_nobody_captured():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = functional.dropout(self.linear(x), 0.5)
+            return hidden, functional.dropout(hidden, 0.5)
+
+    eager, graphed = twins(Drops)
+    results = []
+    for model in (eager, graphed):
+        torch.manual_seed(5)
+        model.zero_grad()
+        outs = [model(sample(n)) for n in range(3)]
+        for a, b in reversed(outs):
+            (a.square().sum() + b.square().sum()).backward()
+        results.append({**gradients(model), "rng": torch.get_rng_state()})
+    assert_same(*results)
+
+
 def test_a_forward_that_reads_what_it_writes_is_not_run_again():
     class Counts(nn.Module):
         def __init__(self):
@@ -299,6 +322,31 @@ def test_a_gradient_that_nobody_else_holds_is_exchanged(through):
         assert all(buffer.parameter.grad is buffer.shown for buffer in owned)
 
 
+# ---- complex tensors
+
+
+def test_conjugate_inputs_are_a_key_of_their_own():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.weight).abs()
+
+    def act(model, number):
+        x = torch.complex(sample(number), sample(number + 1))
+        out = model(x.conj() if number % 2 else x)
+        out.square().sum().backward()
+        return [out.detach()]
+
+    torch.manual_seed(1)
+    eager = Scaled()
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.captured == 2
+
+
 class Normed(nn.Module):
     """Two outputs behind running averages, which torch writes to without saying so in the
     operation's schema."""
@@ -345,18 +393,62 @@ def test_running_averages_have_the_versions_that_eager_calls_leave():
     assert_same(gradients(eager), gradients(graphed))
 
 
+def test_hooks_of_parameters_that_get_no_gradient_are_not_called():
+    eager, graphed = twins(warmup=1)
+    seen = {}
+
+    def note(gradient, key):
+        seen.setdefault(key, []).append(gradient.clone())
+        return gradient * 2
+
+    for label, model in (("eager", eager), ("graphs", graphed)):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda g, key=(label, name): note(g, key))
+
+    def act(model, number):
+        first, second = model(sample(number))
+        (second if number % 2 else first).nansum().backward()
+
+    run_both(eager, graphed, act)
+    for (label, name), got in list(seen.items()):
+        other = seen["graphs" if label == "eager" else "eager", name]
+        assert len(got) == len(other), name
+        assert all(
+            torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7))
+            for a, b in zip(got, other, strict=True)
+        )
+
+
+def hook_is_called_as_in_eager(name, act, scale=1):
+    """A hook of a parameter sees the same gradients of eager calls and of graphs, in every step."""
+    eager, graphed = twins(warmup=1)
+    seen = {"eager": [], "graphs": []}
+    for label, model in (("eager", eager), ("graphs", graphed)):
+        model.get_parameter(name).register_hook(
+            lambda g, label=label: (
+                seen[label].append(g.clone()) or (g * scale if scale > 1 else None)
+            )
+        )
+    run_both(eager, graphed, act)
+    assert len(seen["graphs"]) == len(seen["eager"]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+
+
 @pytest.mark.parametrize("used_first", [True, False])
 def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
-    """A hook of a parameter sees the same gradients of eager calls and of graphs, in every step."""
-
     def act(model, number):
         one, two = (model(sample(10 * number + n)) for n in range(2))
         (one[0 if used_first else 1].nansum() + two[1 if used_first else 0].nansum()).backward()
 
-    eager, graphed = twins(warmup=1)
-    seen = {eager: [], graphed: []}
-    for model, gradients_of in seen.items():
-        model.second.weight.register_hook(lambda g, to=gradients_of: to.append(g.clone()))
-    run_both(eager, graphed, act)
-    assert len(seen[eager]) == len(seen[graphed]) == 4
-    assert all(map(torch.equal, seen[eager], seen[graphed]))
+    hook_is_called_as_in_eager("second.weight", act)
+
+
+def test_a_hook_is_called_for_a_gradient_that_comes_from_elsewhere():
+    """The call gives none, eager code in the same backward gives one."""
+
+    def act(model, number):
+        outside = model.get_parameter("aside.bias").square().sum()
+        (model(sample(number))[0].sum() + outside).backward()
+
+    hook_is_called_as_in_eager("aside.bias", act, scale=3)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphkit import make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import Toy, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
 from tracekit import differences
 
@@ -162,6 +162,25 @@ def test_hundreds_of_replays_with_changing_data_and_shapes():
     assert graphed.stats.replayed == 498
 
 
+def test_module_inside_a_model_keeps_its_parameter_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    names = list(model.state_dict())
+    model[1] = graph(model[1], warmup=0)
+    assert list(model.state_dict()) == names
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    model.load_state_dict(state)
+    x = torch.randn(2, 4)
+    expected = nn.functional.linear(
+        nn.functional.linear(x, state["0.weight"], state["0.bias"]),
+        state["1.weight"],
+        state["1.bias"],
+    )
+    assert torch.equal(model(x), expected)
+    assert model[1].stats.replayed == 4
+
+
 def test_outputs_and_losses_kept_by_the_user_do_not_change():
     graphed = graph(make_toy(), warmup=0)
     kept, copies = [], []
@@ -221,3 +240,36 @@ def test_gradients_made_elsewhere_are_kept():
     got = loop(graphed, lambda step: eager("odd steps") if step % 2 else contextlib.nullcontext())
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert graphed.stats.fallbacks["odd steps"] == 3
+
+
+def test_activation_checkpointing_inside_a_region():
+    class Checkpointed(Toy):
+        def mix(self, state, layer):
+            hidden = torch.utils.checkpoint.checkpoint(
+                lambda h: nn.functional.dropout(self.mlps[layer](h), 0.2, self.training),
+                state["hidden"],
+                use_reentrant=False,
+            )
+            return {**state, "hidden": state["hidden"] + hidden}
+
+    def make():
+        torch.manual_seed(1)
+        return Checkpointed()
+
+    assert differences(train(make(), steps=3), train(graph(make(), warmup=1), steps=3)) == []
+
+
+def test_autocast_is_part_of_the_key_and_exact():
+    def loop(model):
+        torch.manual_seed(0)
+        results = []
+        for step in range(6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 0):
+                out = model(*toy_inputs(8))
+            toy_loss(out).backward()
+            results.append(out["hidden"].detach().clone())
+        return results + [p.grad.clone() for p in model.parameters()]
+
+    graphed = graph(make_toy(), warmup=0)
+    assert all(torch.equal(a, b) for a, b in zip(loop(make_toy()), loop(graphed), strict=True))
+    assert graphed.stats.captured == 2

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from graphkit import make_toy
+from graphkit import make_toy, toy_inputs, toy_loss
+from statekit import quietly
 from torch import nn
 
 import packgraph
@@ -49,6 +50,13 @@ def test_fallbacks_are_counted_under_their_reason():
     assert graphed.stats.capture_seconds > 0 and graphed.stats.pool_bytes > 0
 
 
+def test_unknown_shapes_fall_back_when_capacities_are_declared():
+    graphed = graph(nn.Linear(4, 4), capacities=[PACK], warmup=0)
+    graphed(torch.randn(5, 4))
+    graphed(torch.randn(8, 4))
+    assert dict(graphed.stats.fallbacks) == {"unknown shape": 1} and graphed.stats.replayed == 1
+
+
 def test_lengths_are_host_data_and_may_not_be_read_inside_a_region():
     class ReadsLengths(Packed):
         def forward(self, x, batch):
@@ -80,6 +88,18 @@ def test_a_number_that_changes_every_call_does_not_capture_forever(monkeypatch):
     assert graphed.stats.fallbacks["too many different call signatures"] == 12
 
 
+def test_a_replaced_parameter_storage_is_captured_again_and_named():
+    eager, graphed = make_toy(dropout=0.0), graph(make_toy(dropout=0.0), warmup=0)
+    pair = toy_inputs(8)
+    toy_loss(graphed(*pair)).backward()
+    for model in (eager, graphed):
+        model.attention[1].weight.data = model.attention[1].weight.data.clone() * 2
+    with pytest.warns(PackgraphWarning, match=r"attention\.1\.weight"):
+        out = graphed(*pair)
+    assert torch.equal(out["loss"], eager(*pair)["loss"])
+    assert graphed.stats.recaptures["module changed"] == 1
+
+
 def test_a_replaced_parameter_storage_raises_in_strict_mode_with_the_users_line():
     graphed = graph(nn.Linear(4, 4), warmup=0, strict=True)
     graphed(torch.randn(2, 4))
@@ -87,6 +107,16 @@ def test_a_replaced_parameter_storage_raises_in_strict_mode_with_the_users_line(
     with pytest.raises(CaptureError, match="storage of 'weight' was replaced") as caught:
         graphed(torch.randn(2, 4))
     assert __file__ in caught.value.where
+
+
+def test_freezing_a_parameter_later_is_noticed():
+    graphed = graph(make_toy(dropout=0.0), warmup=0)
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    graphed.zero_grad()
+    graphed.attention[0].weight.requires_grad_(False)
+    quietly(lambda: toy_loss(graphed(*toy_inputs(8))).backward())
+    assert graphed.attention[0].weight.grad is None
+    assert graphed.attention[1].weight.grad is not None
 
 
 def test_module_hooks_are_refused_with_the_way_out():
@@ -137,7 +167,6 @@ def test_fully_sharded_modules_are_refused(tmp_path):
         ({"backend": "metal"}, "unknown backend"),
         ({"warmup": -1}, "warmup"),
         ({"slots": 0}, "slots"),
-        ({"compare_every": -1}, "compare_every=-1"),
         ({"granularity": "step"}, "use 'chunk'"),
         (
             {"granularity": "block", "scope": ["atn", "moe", "moe_router"]},

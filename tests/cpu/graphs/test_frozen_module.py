@@ -62,6 +62,15 @@ def test_autocast_is_seen():
         assert torch.equal(graphed(x), graphed.module(x))
 
 
+def test_hooks_on_saved_tensors_are_seen():
+    graphed, x = prepared()
+    with graphed.frozen():
+        forward_backward(graphed, x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            graphed(x)
+    assert sum(graphed.stats.fallbacks.values()) == 1
+
+
 def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
     graphed, x = prepared()
     tries = []

@@ -72,7 +72,16 @@ def test_module_that_repeats_itself_is_compared_once_per_key(granularity, scope)
     assert dict(graphed.stats.fallbacks) == {fallback.WARM_UP: 1}
 
 
-def test_build_compares_each_key_once():
+def test_further_slots_are_not_compared_again():
+    graphed = packgraph.graph(make_toy(), warmup=1, strict=True)
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    outs = [graphed(*toy_inputs(8)) for _ in range(3)]
+    for out in outs:
+        toy_loss(out).backward()
+    assert graphed.stats.captured == 3 and graphed.stats.compared == 1
+
+
+def test_build_compares():
     graphed = packgraph.graph(make_toy(), warmup=0, strict=True)
     graphed.build([toy_inputs(8), toy_inputs(12)], slots=2)
     assert graphed.stats.captured == 4 and graphed.stats.compared == 2
@@ -114,6 +123,17 @@ def test_comparison_leaves_everything_as_it_was():
     assert torch.equal(model.inner.weight.grad, kept)
     assert torch.equal(model.inner.bias.grad, graphed.inner.bias.grad)
     assert fired == ["tensor", "late"]
+
+
+def test_gradients_that_are_there_stay_while_they_accumulate():
+    model, graphed = Small(), packgraph.graph(Small(), warmup=1, strict=True, compare_every=2)
+    for each in (model, graphed):
+        torch.manual_seed(6)
+        for _ in range(6):
+            call(each)
+    assert graphed.stats.compared == 3
+    for one, other in zip(model.parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +219,11 @@ def test_later_replays_are_compared(monkeypatch):
         call(graphed)
     call(graphed)
     assert graphed.stats.replayed == 9 and graphed.stats.fallbacks[fallback.CAPTURE_FAILED] == 2
+
+
+def test_count_of_replays_must_not_be_negative():
+    with pytest.raises(ValueError, match="compare_every=-1"):
+        packgraph.graph(Small(), compare_every=-1)
 
 
 CALLS = itertools.count()  # nobody sees that it moves

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import packgraph
 from packgraph.graphs import fallback
-from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
 
@@ -162,6 +162,16 @@ def test_a_call_that_a_replay_would_hide_runs_eagerly_and_the_next_replays(case,
         "no key was given up"
     )
     assert same_gradients(eager, graphed) and not graphed.stats.recaptures
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:`torch.jit.trace")
+def test_strict_says_what_is_around_the_call(case):
+    look, reason = CASES[case]
+    _, graphed = made(strict=True)
+    train(graphed)
+    with pytest.raises(CaptureError, match=reason.split("(")[0]):
+        look(graphed)
 
 
 @pytest.mark.parametrize("case", CASES)

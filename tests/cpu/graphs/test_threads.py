@@ -486,3 +486,23 @@ def test_the_thread_that_makes_steps_ahead_does_not_count():
     with ThreadPoolExecutor(1, "another") as thread:
         thread.submit(time.sleep, 0).result()
         assert not random_state.is_alone()
+
+
+@pytest.mark.parametrize(
+    "move", [lambda s: torch.random.set_rng_state(s), lambda s: torch.set_rng_state(s)]
+)
+def test_code_that_moves_the_default_generator_runs_eagerly(move):
+    def forward(module, x):
+        state = torch.get_rng_state()
+        first = torch.rand(4)
+        move(state)
+        return module.linear(x) * (torch.rand(4) - first + 1)
+
+    eager, graphed = One(forward), graph(One(forward), warmup=0)
+    states, outputs = [], []
+    for model in (eager, graphed):
+        torch.manual_seed(4)
+        outputs.append([quietly(model, X) for _ in range(3)])
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states) and all(map(torch.equal, *outputs))
+    assert graphed.stats.replayed == 0 and dict(graphed.stats.fallbacks) == {"capture failed": 3}

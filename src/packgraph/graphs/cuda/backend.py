@@ -29,6 +29,7 @@ after another.)
 import contextlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,11 +39,7 @@ import torch.cuda.graphs
 
 from packgraph.graphs.backend import Graph, Result
 from packgraph.graphs.checks.host_sync import Journal
-from packgraph.graphs.copy_streams import (
-    HostMemories,
-    captured_copy_streams,
-    capturing_copy_streams,
-)
+from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
 from packgraph.graphs.errors import PACKAGE
 from packgraph.graphs.key import with_bits
@@ -150,6 +147,7 @@ class CudaWindow:
         with (
             torch.cuda.stream(self.backend.stream),
             capturing_copy_streams(self.copy_streams),
+            told_as_in_eager_calls(),
         ):
             pool.begin(graph)
             try:
@@ -236,7 +234,6 @@ class CudaBackend:
         self.out_stream, self.back_stream, eager_out, eager_back = streams_beside(self.stream, 4)
         self.copy_streams = CudaCopyStreams(self.device, eager_out, eager_back)
         self.spare = torch.zeros(1, device=self.device)
-        torch.cuda.graphs._cuda_isCurrentStreamCapturing = _answer
         self.extra_generators = list(extra_generators)
 
     def new_pool(self) -> CudaPool:
@@ -292,12 +289,44 @@ _KNOWING = tuple(
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
 
+class _Here(threading.local):
+    """Per-thread state. captures: number of captures that the thread is in."""
+
+    captures = 0
+
+
+_HERE, _LOCK = _Here(), threading.Lock()
+_capturing_threads = 0
+
+
+@contextlib.contextmanager
+def told_as_in_eager_calls() -> Iterator[None]:
+    """Within the block, which captures, code of this thread that asks is told that it is not
+    captured."""
+    _count(1)
+    _HERE.captures += 1
+    try:
+        yield
+    finally:
+        _HERE.captures -= 1
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    """The function that torch's asks is another one as long as any thread captures."""
+    global _capturing_threads
+    with _LOCK:
+        _capturing_threads += change
+        torch.cuda.graphs._cuda_isCurrentStreamCapturing = (
+            _answer if _capturing_threads else _is_capturing
+        )
+
+
 def _answer() -> bool:
-    """Tells code of others that it is not captured while this thread captures."""
-    # whoever calls torch.cuda.is_current_stream_capturing
-    asking = sys._getframe(2).f_code.co_filename
-    is_told = captured_copy_streams() is None or asking.startswith(_KNOWING)
-    return is_told and bool(_is_capturing())
+    asking = sys._getframe(
+        2
+    ).f_code.co_filename  # whoever calls torch.cuda.is_current_stream_capturing
+    return (not _HERE.captures or asking.startswith(_KNOWING)) and bool(_is_capturing())
 
 
 STREAMS = 32  # torch hands out streams of one pool in turn: this many differ
