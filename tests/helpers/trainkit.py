@@ -18,6 +18,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.data import DataError
+from packgraph.train.data.microbatches import take_step
 from packgraph.train.data.source import BadDocuments
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
@@ -39,9 +40,8 @@ class RandomPacks:
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
 
-    @property
-    def planned(self) -> Iterator[PackedBatch]:
-        return self
+    def plan_step(self, tokens: int) -> list[PackedBatch]:
+        return take_step(self, tokens)
 
     def __next__(self) -> PackedBatch:
         if self.position == self.end:
