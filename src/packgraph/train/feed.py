@@ -258,7 +258,7 @@ class StepFeed:
             self._start()
         end: float | None = None
         while not wait([self._making[0]], LOOK).done:
-            if not self.stop:
+            if self.stop is None or not self.stop.has_come():
                 continue
             end = time.monotonic() + self._patience if end is None else end
             if time.monotonic() >= end:

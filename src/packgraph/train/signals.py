@@ -64,7 +64,10 @@ class StopRequest:
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     def __bool__(self) -> bool:
-        """Tells whether anybody has asked."""
+        return self.has_come()
+
+    def has_come(self) -> bool:
+        """Tells whether anybody has asked, also between two looks for it after a step."""
         if not self.reason and self._end is not None and time.monotonic() > self._end:
             self.reason, self.code = f"run.max_minutes = {self._limit:g}", TIME_IS_UP
         return bool(self.reason)
