@@ -33,13 +33,13 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
 from packgraph.train.data import (
     DataConfig,
+    Microbatches,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
 from packgraph.train.data.shard_build import build_shards, encoded, write_shard
 from packgraph.train.data.shards import MANIFEST, Manifest
-from packgraph.train.feed import MicrobatchAssignment, StepFeed, count_loss_tokens, take_step
+from packgraph.train.feed import MicrobatchAssignment, StepFeed, count_loss_tokens
 from packgraph.train.run_files import write_json
 
 DOCUMENTS, LONGEST, VOCABULARY = 40_000, 16_384, 264
@@ -68,7 +68,7 @@ def stream_of(folder: Path, tokens: int):
         made_up(folder)
     config = DataConfig(source="shards", path=str(folder), window=256, overlong="split")
     capacities = [Capacity(tokens, 64), Capacity(tokens // 2, 64)]
-    return open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+    return Microbatches(config, open_documents(config), build_tokenizer(config), capacities)
 
 
 def plan(asked) -> dict:
@@ -78,7 +78,7 @@ def plan(asked) -> dict:
     found, packs = {"packing_ms": [], "assignment_ms": [], "documents": []}, []
     for _ in range(asked.steps):
         began = time.thread_time()  # other processes do not count
-        packs = take_step(stream.planned, asked.ranks * asked.tokens)
+        packs = stream.plan_step(asked.ranks * asked.tokens)
         planned = time.thread_time()
         sharing.share(packs)
         count_loss_tokens(packs)
@@ -140,7 +140,7 @@ def text(asked) -> dict:
         workers=asked.workers,
     )
     capacities = [Capacity(asked.tokens, 64), Capacity(asked.tokens // 2, 64)]
-    stream = open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+    stream = Microbatches(config, open_documents(config), build_tokenizer(config), capacities)
     feed = feed_of(stream, asked)
     fastest, begun = waited(feed, asked, math.inf), cpu_seconds()
     at_rate, done = waited(feed, asked, asked.rate), cpu_seconds()
@@ -206,7 +206,7 @@ def tokenize(asked) -> dict:
 
 def packed_rate(config: DataConfig) -> int:
     """Tokens a second of one thread that plans and reads packs."""
-    stream = open_microbatches(
+    stream = Microbatches(
         replace(config, overlong="split"),
         open_documents(config),
         build_tokenizer(config),

@@ -44,7 +44,8 @@ from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.presets import qwen3_0_6b, qwen3_tiny
 from packgraph.train.config.sections import EvalConfig, TrainConfig
 from packgraph.train.data import Microbatches
-from packgraph.train.feed import count_loss_tokens, take_step
+from packgraph.train.data.microbatches import take_step
+from packgraph.train.feed import count_loss_tokens
 from packgraph.train.launch import prepare
 from packgraph.train.optimizer import learning_rate_of
 

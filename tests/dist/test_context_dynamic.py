@@ -26,7 +26,7 @@ from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.layout import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.data import DataConfig, PlannedSteps, open_microbatches
+from packgraph.train.data import DataConfig, Microbatches, PlannedSteps
 from packgraph.train.features import context as row_timing
 from packgraph.train.features.context import (
     context_choices,
@@ -412,7 +412,7 @@ def cut_stream(settings, world, multiple):
     arguments = settings.data, source, Tokens(source), settings.graph.packing_capacities()
     if settings.parallel.dynamic_cp:
         return PlannedSteps(*arguments, context_request(settings, world, CPU), multiple)
-    return open_microbatches(*arguments, multiple)
+    return Microbatches(*arguments, multiple)
 
 
 def traced(*args, compile, **options):

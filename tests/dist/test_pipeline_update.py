@@ -71,8 +71,8 @@ def steps_of(run, change=lambda step: None):
         with change(len(steps)) or contextlib.nullcontext():
             made = launch(*args)
         whole = getattr(run.executor, "_pipeline", None)
-        if whole is not None and whole._whole is not None:
-            whole._whole._slot.poison()
+        if whole is not None and whole.whole is not None:
+            whole.whole._slot.poison()
         return made
 
     run.executor.train_step = counted

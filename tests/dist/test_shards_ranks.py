@@ -12,9 +12,9 @@ from packgraph.parallel.layout import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import (
     DataConfig,
+    Microbatches,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
 from packgraph.train.data.shards import Shard
 from packgraph.train.metrics import METRICS, read_metrics
@@ -38,7 +38,7 @@ def trained(mesh, folder: Path, data: DataConfig):
         data=data,
         parallel=ParallelConfig(dp=mesh.size("dp")),
     )
-    packs = open_microbatches(data, open_documents(data), build_tokenizer(data), CAPACITIES)
+    packs = Microbatches(data, open_documents(data), build_tokenizer(data), CAPACITIES)
     run = trainer(folder, config, packs, mesh=mesh)
     run.run(StopRequest())
     state = run.feed.state_dict()

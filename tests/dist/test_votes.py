@@ -32,7 +32,7 @@ from packgraph.parallel.ranks import (
 )
 from packgraph.train import memory as memory_budget
 from packgraph.train.config.sections import ParallelConfig
-from packgraph.train.feed import take_step
+from packgraph.train.data.microbatches import take_step
 from packgraph.verification.compared_run import ComparedRun
 
 CP2, CP2_PP2, CP2_TP2 = Layout(dp=1, cp=2), Layout(dp=1, cp=2, pp=2), Layout(dp=1, cp=2, tp=2)

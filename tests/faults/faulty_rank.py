@@ -56,9 +56,9 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
     """Patch what marks `phase`: steps 1 and 2 are warm-up, 3 captures, 2 and 4 save (see
     `faultkit.WORDS`)."""
     from packgraph.graphs import capture
-    from packgraph.train import feed, launch
+    from packgraph.train import launch
     from packgraph.train.checkpoint import writer as checkpoint
-    from packgraph.train.data import DataError
+    from packgraph.train.data import DataError, microbatches
     from packgraph.train.optimizer import Optimizer
 
     if phase == "boot":  # data are open, the others may have met already
@@ -81,7 +81,7 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
             except OSError as error:
                 raise DataError("corpus.jsonl:7: injected fault") from error
 
-        on_call(feed, "take_step", 4, bad)
+        on_call(microbatches, "take_step", 4, bad)
     else:
         raise SystemExit(f"no phase {phase}")
 

@@ -3,11 +3,10 @@ bitwise."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from trainkit import RandomPacks, StopAfter, state_of, tiny, trainer
+from trainkit import RandomPacks, goes_on, state_of, tiny, trainer
 
 from packgraph.train.signals import StopRequest
 from packgraph.verification.matrix import default_matrix
@@ -45,23 +44,7 @@ def test_no_host_sync_in_a_step(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, dtype: str) -> None:
-    config = tiny(True, dtype=dtype)
-    states: list[dict[str, Any]] = []
-    straight = trainer(tmp_path / "straight", config, device=CUDA)
-    straight.run(StopRequest())
-    states.append(state_of(straight))
-    stopped = trainer(tmp_path / "stopped", config, device=CUDA)
-    stopped.run(StopAfter(3))
-    torch.manual_seed(12345)
-    resumed = trainer(tmp_path / "stopped", config, device=CUDA)
-    resumed.resume()
-    resumed.run(StopRequest())
-    states.append(state_of(resumed))
-    assert [
-        name for name, value in states[0].items() if not torch.equal(value, states[1][name])
-    ] == []
-    for run in (straight, stopped, resumed):
-        run.close()
+    goes_on(tmp_path, tiny(True, dtype=dtype), device=CUDA)
 
 
 def test_the_default_matrix_is_bitwise_equal() -> None:

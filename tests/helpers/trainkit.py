@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.data import DataError
+from packgraph.train.data.microbatches import take_step
 from packgraph.train.data.source import BadDocuments
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
@@ -39,9 +41,8 @@ class RandomPacks:
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
 
-    @property
-    def planned(self) -> Iterator[PackedBatch]:
-        return self
+    def plan_step(self, tokens: int) -> list[PackedBatch]:
+        return take_step(self, tokens)
 
     def __next__(self) -> PackedBatch:
         if self.position == self.end:
@@ -135,6 +136,38 @@ def finished(*arguments: Any, resume: bool = False, **options: Any) -> Iterator[
             run.resume()
         run.run(StopRequest())
         yield run
+
+
+def ran(
+    *arguments: Any, stop: StopRequest | None = None, resume: bool = False, **options: Any
+) -> tuple[Trainer, dict[str, Any]]:
+    """A trainer after its run, closed, and its summary. resume: from the newest checkpoint."""
+    with contextlib.closing(trainer(*arguments, **options)) as run:
+        if resume:
+            run.resume()
+        return run, run.run(StopRequest() if stop is None else stop)
+
+
+def goes_on(folder: Path, config: TrainConfig, **options: Any) -> dict[str, torch.Tensor]:
+    """The state after a run that never stopped: what a run that stops and goes on ends with, too,
+    bit by bit."""
+    whole = state_of(ran(folder / "whole", config, **options)[0])
+    stopped, _ = ran(folder / "run", config, stop=StopAfter(3), **options)
+    torch.manual_seed(12345)
+    again, _ = ran(folder / "run", config, resume=True, **options)
+    assert 0 < stopped.step < again.step
+    equal(state_of(again), whole)
+    return whole
+
+
+def captured_as_eager(folder: Path, config: TrainConfig) -> None:
+    """With the update in the graph of a step the run ends as an eager one, bit by bit."""
+    eager, _ = ran(folder / "eager", config)
+    expected = state_of(eager)
+    graph = replace(config.graph, enabled=True, granularity="step", optimizer=True)
+    captured, summary = ran(folder / "captured", replace(config, graph=graph))
+    assert summary["replayed"] >= 3
+    equal(state_of(captured), expected)
 
 
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:

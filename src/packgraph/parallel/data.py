@@ -80,6 +80,7 @@ class FlatParameters:
     Attributes:
         spans: Of all parameters that are trained.
         frozen: Of those that are not, but sharded; without gradients.
+        launched: Spans of this step that are on their way already.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class FlatParameters:
         }
         self._expected: list[set[int]] = []
         self._behind: list[set[int] | None] = []  # None: of spans that wait for the end
-        self._launched = 0
+        self.launched = 0
         self._one_at_a_time = threading.Lock()
         self._works: list[Any] = []
         self._gathers = dict[int, Any]()  # under way, by the id of their span
@@ -240,13 +241,13 @@ class FlatParameters:
                     waiting.difference_update(map(id, parameters))
             # In order, so that all ranks send the same span at the same time whatever each of them
             # finished first.
-            while self._launched < len(self.spans) and self._is_complete(self._launched):
+            while self.launched < len(self.spans) and self._is_complete(self.launched):
                 self._launch()
 
     def reduce(self) -> None:
         """Sum all gradients over the group: afterwards every span's `own_gradients` are final. Once
         per step."""
-        while self._launched < len(self.spans):
+        while self.launched < len(self.spans):
             self._launch()
         for work in self._works:
             work.wait()
@@ -260,7 +261,7 @@ class FlatParameters:
         """Expect nothing any more of what a backward was to finish."""
         for handle in self._handles:
             handle.remove()
-        self._expected, self._behind, self._launched = [], [], 0
+        self._expected, self._behind, self.launched = [], [], 0
         self._works, self._handles = [], []
 
     @torch.no_grad()
@@ -330,18 +331,13 @@ class FlatParameters:
         """True if layers are sharded, so that exchanges of theirs are among those of the spans."""
         return any(s.sharded_layer is not None for s in (*self.spans, *self.frozen))
 
-    @property
-    def launched(self) -> int:
-        """Spans of this step that are on their way already."""
-        return self._launched
-
     def _discard(self, parameter: Tensor) -> None:
         if id(parameter) in self._span_of:
             self._expected[self._span_of[id(parameter)]].discard(id(parameter))
 
     def _launch(self) -> None:
-        span = self.spans[self._launched]
-        self._launched += 1
+        span = self.spans[self.launched]
+        self.launched += 1
         if span.sharded_layer is not None:  # sent as the layer's backwards ended
             self._reduce_across(span)
             return

@@ -241,5 +241,10 @@ class Layout:
 def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
     """Numbers of ranks that may share a row, from `least` to `cp`: cp and the powers of two that
     divide it, ascending."""
-    powers = (1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)
-    return tuple(size for size in sorted({cp, *powers}) if size >= least)
+    return tuple(size for size in sorted({cp, *powers_of_two(cp)}) if size >= least)
+
+
+def powers_of_two(number: int) -> tuple[int, ...]:
+    """The powers of two that divide `number`, ascending."""
+    powers = (1 << power for power in range(number.bit_length()))
+    return tuple(power for power in powers if number % power == 0)

@@ -39,7 +39,8 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import gather_numbers
 from packgraph.train.config.reading import render
-from packgraph.train.feed import MicrobatchAssignment, StepPack
+from packgraph.train.data.microbatches import StepPack
+from packgraph.train.feed import MicrobatchAssignment
 
 if TYPE_CHECKING:
     from packgraph.train.strategies import Executor

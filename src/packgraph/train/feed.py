@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -39,39 +39,13 @@ from packgraph.packing.pack import PlannedPack
 from packgraph.parallel.context.plan import ContextPlan
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import Microbatches, PlannedSteps
+from packgraph.train.data.microbatches import Pack, StepPack
 from packgraph.train.data.source import DataError
 from packgraph.train.signals import Outcome, StopRequest
 
 LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
 PATIENCE = 5.0  # seconds in which data may come that the other processes have
 LONGEST = 5.0  # seconds that the end of a feed waits for the step that is being made
-
-StepPack = PackedBatch | PlannedPack  # facts of it are known to all ranks
-Pack = TypeVar("Pack", bound=StepPack)
-
-
-@runtime_checkable
-class StepSource(Protocol[Pack]):
-    """A stream whose steps are planned as a whole."""
-
-    def next_step(self) -> list[Pack]:
-        """The packs of the next step; none at the end."""
-        ...
-
-
-Packs = Iterator[PackedBatch] | StepSource[PackedBatch]
-
-
-def take_step(packs: Iterator[Pack] | StepSource[Pack], tokens_per_step: int) -> list[Pack]:
-    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as
-    it is planned."""
-    if isinstance(packs, StepSource):
-        return packs.next_step()
-    taken, tokens = list[Pack](), 0
-    while tokens < tokens_per_step and (pack := next(packs, None)) is not None:
-        taken.append(pack)
-        tokens += pack.num_tokens
-    return taken
 
 
 def shares(
@@ -326,7 +300,7 @@ class StepFeed:
         if not self._is_whole:
             raise RuntimeError("a step before this one could not be made")
         self._is_whole = False
-        packs: list[Any] = list(take_step(self._stream.planned, self._tokens_per_step))
+        packs: list[Any] = list(self._stream.plan_step(self._tokens_per_step))
         share = [
             pack.load() if isinstance(pack, PlannedPack) else pack
             for pack in self._sharing.share(packs)

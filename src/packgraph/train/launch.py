@@ -63,7 +63,6 @@ from packgraph.train.data import (
     evaluation_stream,
     open_documents,
     open_for_evaluation,
-    open_microbatches,
     row_notes,
     tokenizer_notes,
 )
@@ -229,7 +228,7 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
         multiple = places_multiple(config)
         if config.parallel.dynamic_cp:
             return PlannedSteps(*stream, context_request(config, world, device), multiple)
-        return open_microbatches(*stream, multiple)
+        return Microbatches(*stream, multiple)
 
     once = evaluation_stream(config.data)
     evaluation = {name: packs(once, source) for name, source in held_out.items()}

@@ -42,7 +42,7 @@ from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.batch import count_pairs
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.layout import SHARDS, Layout, Shard
+from packgraph.parallel.layout import SHARDS, Layout, Shard, powers_of_two
 from packgraph.train.build import with_shape
 from packgraph.train.config.planning import PlanMemoryArguments
 from packgraph.train.config.reading import ConfigError
@@ -291,8 +291,7 @@ def _copies(layout: Layout) -> list[int]:
 
 def _sizes(ranks: int, most: int) -> list[int]:
     """Powers of two up to `most` that divide `ranks`."""
-    powers = (2**power for power in range(ranks.bit_length()))
-    return [size for size in powers if size <= max(1, most) and ranks % size == 0]
+    return [size for size in powers_of_two(ranks) if size <= max(1, most)]
 
 
 def _spread(

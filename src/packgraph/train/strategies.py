@@ -25,7 +25,6 @@ same things in the same order over one group.
 """
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +39,6 @@ from packgraph.graphs import fallback
 from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.backend import profiler_range, synchronize
 from packgraph.graphs.copy_streams import CopyStreams
-from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
 from packgraph.graphs.key import undeclared
@@ -50,17 +48,18 @@ from packgraph.models.recompute import FULL
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.executor import Pipeline, StepUpdate
+from packgraph.parallel.pipeline.executor import Pipeline, StepUpdate, reason_against
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.parallel.ranks import everywhere, unanimous
 from packgraph.train.autotune import Autotune
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import GraphConfig, TrainConfig
+from packgraph.train.data.microbatches import StepPack
 from packgraph.train.features.context import rank_tokens
 from packgraph.train.features.offload import TrainerOffloading
 from packgraph.train.features.recompute import LeastRecompute
-from packgraph.train.feed import StepPack, count_loss_tokens
+from packgraph.train.feed import count_loss_tokens
 from packgraph.train.memory import MemoryPlan, available_memory, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.progress import SILENT
@@ -178,6 +177,8 @@ class Executor:
         self._consensus, self._consensus_of_steps = stage, replica
         for graphed in self.graphed:
             control(graphed).capturer.cache.join(stage)
+        if self._whole is not None:
+            self._whole.cache.join(replica)
 
     def before_evaluation(self) -> None:
         """Captures the forwards of all rows, in evaluation mode, where ranks have different ones at
@@ -618,21 +619,10 @@ class StepExecutor(MicrobatchExecutor):
         self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]
     ) -> str | None:
         """Reason why this step cannot be a replay, or None; captures it if it is new."""
-        declared = self._options.captured_capacities()
-        try:
-            return undeclared((tokens_in_step, *batches), {}, declared) or whole.reason_against(
-                tokens_in_step, *batches
-            )
-        except CaptureError as error:
-            if self._options.strict:
-                raise
-            warnings.warn(
-                "this step runs by its microbatches' graphs, because it cannot be one graph: "
-                f"{error}",
-                PackgraphWarning,
-                stacklevel=3,
-            )
-            return fallback.CAPTURE_FAILED
+        declared, strict = self._options.captured_capacities(), self._options.strict
+        return undeclared((tokens_in_step, *batches), {}, declared) or reason_against(
+            whole, "microbatches", tokens_in_step, *batches, strict=strict
+        )
 
 
 class PipelineExecutor(Executor):
@@ -676,6 +666,7 @@ class PipelineExecutor(Executor):
             updates=options.optimizer,
             agreement=unanimous(mesh.host_group) if options.optimizer else None,
         )
+        self._whole = self._pipeline.whole
         self._update: StepUpdate | None = None
 
     def run_step(
@@ -752,25 +743,6 @@ class PipelineExecutor(Executor):
             self.slots,
             self._watch,
         )
-
-    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
-        """See `Executor.agree_by`."""
-        super().agree_by(stage, replica)
-        self._pipeline.agree_on_steps(replica)
-
-    def free_graphs(self, bucket: Capacity | None) -> None:
-        """See `Executor.free_graphs`."""
-        self._pipeline.free_whole_steps()
-        super().free_graphs(bucket)
-
-    @property
-    def step_stats(self) -> Stats | None:
-        """Counts of the graphs of whole steps; None where there are none."""
-        return self._pipeline.step_stats
-
-    def close(self) -> None:
-        """Frees all graphs, before the process groups go."""
-        self._pipeline.close()
 
 
 def _update_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor] | None]) -> StepUpdate:

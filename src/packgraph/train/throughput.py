@@ -15,8 +15,8 @@ import torch
 
 from packgraph.models.branches import forward_operations, head_weights, token_weights
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.data.microbatches import StepPack
 from packgraph.train.features.live import live_shape
-from packgraph.train.feed import StepPack
 
 # TFLOP/s of dense bfloat16 products with sums in float32, by NVIDIA's data sheets (their figures
 # with sparsity halved), of devices by their whole name. Other builds of a chip are slower.

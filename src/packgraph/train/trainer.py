@@ -1,6 +1,6 @@
 """A training run: documents to packs to graphs to a trained model.
 
-    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW
+    packs ─▶ step     ─▶ forward, backward of each ─▶ clip, AdamW
           ─▶ numbers of the step before ─▶ log, checkpoint
 
     Trainer ─▶ resume ─▶ run ─▶ _steps ─▶ _one_step ─▶ _launch ─▶ _report ─▶ _save ─▶ close

@@ -33,9 +33,10 @@ from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.sections import AUTO, NONE, TrainConfig
+from packgraph.train.data.microbatches import Packs, take_step
 from packgraph.train.features.context import rank_tokens
 from packgraph.train.features.moe import MOST_ATTEMPTS
-from packgraph.train.feed import MicrobatchAssignment, Packs, count_loss_tokens, take_step
+from packgraph.train.feed import MicrobatchAssignment, count_loss_tokens
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.strategies import MicrobatchExecutor, accumulate
 from packgraph.verification.compare import Moment

@@ -42,7 +42,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.feed import Packs
+from packgraph.train.data.microbatches import Packs
 from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.progress import SILENT, Phases
 from packgraph.train.validate import validate
@@ -74,7 +74,7 @@ HYBRID_SCOPES = (
 
 
 class SwitchingSteps:
-    """Endless steps for `world` ranks with `rank_tokens` tokens each; a `train.step.StepSource`.
+    """Endless steps for `world` ranks with `rank_tokens` tokens each; a `StepSource`.
 
     sizes: of groups, ascending. places: for documents, as a row may have them. The same for the
     same arguments.

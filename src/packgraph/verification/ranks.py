@@ -46,7 +46,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.ranks import from_all, on_first
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
-from packgraph.train.feed import Packs
+from packgraph.train.data.microbatches import Packs
 from packgraph.train.progress import SILENT, Phases
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of

@@ -39,7 +39,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.feed import Packs
+from packgraph.train.data.microbatches import Packs
 from packgraph.train.progress import SILENT, Phases
 from packgraph.verification.compare import (
     Difference,

@@ -141,16 +141,6 @@ def test_what_cannot_be_planned_names_the_options(path: Path) -> None:
         BucketConfig(max_tokens=0, memory_gib=0.0)
 
 
-@pytest.mark.parametrize(
-    "words", [["--resume"], ["--steps", "3"], ["--apart"], ["--skip-one-process"]]
-)
-def test_options_of_other_commands_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", "stdlib", *words]) == cli.USER_ERROR
-    assert f"{words[0]}: is no option of `packgraph plan`" in capsys.readouterr().err
-
-
 def test_auto_is_written_as_it_is_read() -> None:
     base = tiny()
     for given, capacities in (("auto", "auto"), ("16x2,8x1", (Capacity(16, 2), Capacity(8, 1)))):
@@ -267,25 +257,6 @@ def test_the_command_explains_a_plan(path: Path, capsys: pytest.CaptureFixture[s
     assert [(c.tokens, c.documents) for c in config.graph.declared_capacities()] == [
         (bucket["tokens"], bucket["documents"]) for bucket in found["buckets"]
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nowhere.jsonl"], "nowhere.jsonl: no such file or folder, and no preset"),
-        (["stdlib", "--batch", "0"], "--batch: expected a whole number of at least 1"),
-        (["stdlib", "--batch", "x"], "--batch: expected a whole number, got 'x'"),
-        (["stdlib", "--buckets.max-count", "0"], "max_count must be at least 1"),
-        (["stdlib", "--resume"], "is no option of `packgraph plan`"),
-        (["stdlib", "qwen-tiny"], "did you mean qwen3-tiny"),
-    ],
-)
-def test_the_command_refuses_mistakes(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and "Traceback" not in captured.err
 
 
 def test_help_of_both_plans(capsys: pytest.CaptureFixture[str]) -> None:

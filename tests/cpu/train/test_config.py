@@ -20,7 +20,6 @@ from packgraph.train.config.reading import (
     ConfigError,
     ConfigLayer,
     Count,
-    ValueProblem,
     convert,
     differences,
     load_file,
@@ -250,18 +249,6 @@ def test_a_command_of_options_alone_takes_several_words() -> None:
     assert "of ('layer',) (required)" in text and text.endswith("explain this command")
 
 
-@pytest.mark.parametrize("value", [True, "3", 3.0, None, float("nan")])
-def test_nothing_is_guessed_for_a_whole_number_in_a_file(value: object) -> None:
-    with pytest.raises(ValueProblem):
-        convert(value, int, from_text=False)
-
-
-@pytest.mark.parametrize("text", ["nan", "inf", "1e999"])
-def test_numbers_are_finite(text: str) -> None:
-    with pytest.raises(ValueProblem, match="finite"):
-        convert(text, float, from_text=True)
-
-
 def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
     """Below a folder with a long name, too."""
     tmp_path = tmp_path / ("long" * 30)
@@ -271,17 +258,8 @@ def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
     assert read_config(Outer(), [load_file(good)]) == Outer(
         count=9, inner=Inner(capacities=(Capacity(8, 4),), shape=(5, 6))
     )
-    for name, text in [
-        ("b.toml", "count = = 3"),
-        ("c.json", "{"),
-        ("d.json", "[1]"),
-        ("e.yaml", "a: 1"),
-        ("missing.toml", None),
-    ]:
-        if text is not None:
-            (tmp_path / name).write_text(text)
-        with pytest.raises(ConfigError, match=name):
-            load_file(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        load_file(tmp_path / "missing.toml")
 
 
 letters = st.characters(

@@ -9,9 +9,9 @@ from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, state_of, t
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    Microbatches,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
 from packgraph.train.feed import MicrobatchAssignment, StepFeed
 from packgraph.train.metrics import METRICS, read_metrics
@@ -19,7 +19,7 @@ from packgraph.train.signals import StopRequest
 
 
 def stream_of(config):
-    return open_microbatches(config, open_documents(config), build_tokenizer(config), CAPACITIES)
+    return Microbatches(config, open_documents(config), build_tokenizer(config), CAPACITIES)
 
 
 def feed_of(config, ahead, sharing=None):

@@ -28,7 +28,11 @@ from malformedkit import (
     refuse,
     write_weights,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
 
 from packgraph import cli
 from packgraph.train.checkpoint.writer import write_state
@@ -93,7 +97,9 @@ ODD = {
     "digits": '{"a": ' + DIGITS + "}",
     "bytes": b"\xff\xfe\0",
     "NUL": b"\0" * 99,
-    "NaN": '{"a": NaN}',
+    "NaN": '{"format": NaN}',
+    "a number": "9" * 5000,
+    "half a pair": '"\\ud800"',
     "a pipe": pipe,
     "a folder": folder,
     "a loop of links": loop,
@@ -160,6 +166,9 @@ STATES = {
     "step -5": (lambda content: content.update(step=-5), "its step is"),
     "step 2^64": (lambda content: content.update(step=2**64), "its step is"),
     "step of a text": (lambda content: content.update(step="2"), "its step is"),
+    "step of a fraction": (lambda content: content.update(step=2.0), "its step is"),
+    "step of true": (lambda content: content.update(step=True), "its step is"),
+    "step of nothing": (lambda content: content.update(step=None), "its step is"),
     "another step": (lambda content: content.update(step=7), "of step 7"),
     "no format": (lambda content: content.pop("format"), "not a checkpoint"),
     "another format": (lambda content: content.update(format="x" * 999), "not a"),
@@ -168,6 +177,8 @@ STATES = {
     "no files": (lambda content: content.pop("files"), "its list of files"),
     "files are a list": (lambda content: content.update(files=[]), "its list of files"),
     "files are empty": (lambda content: content.update(files={}), "its list of files"),
+    "no metadata": (lambda content: content["files"].pop(".metadata"), "lacks .metadata"),
+    "no shard": (lambda content: content["files"].pop("__0_0.distcp"), "it does not list __0_0"),
     "a file outside": (
         lambda content: content["files"].update({"../x": [1, "0" * 64]}),
         "has no size and SHA-256",
@@ -188,6 +199,16 @@ STATES = {
         lambda content: content["files"].update({".metadata": [-1, "0" * 64]}),
         "has no size",
     ),
+    "a size of true": (
+        lambda content: content["files"].update({".metadata": [True, "0" * 64]}),
+        "has no size",
+    ),
+    "a fractional size": (
+        lambda content: content["files"].update({".metadata": [1.5, "0" * 64]}),
+        "has no size",
+    ),
+    "no digest": (lambda content: content["files"].update({".metadata": [1]}), "has no size"),
+    "an entry of a number": (lambda content: content["files"].update({".metadata": 3}), "has no"),
     "a short digest": (
         lambda content: content["files"].update({".metadata": [1, "00"]}),
         "has no size and SHA-256",
@@ -357,6 +378,9 @@ METADATA = {
     "no places": edited(lambda found: found.storage_data.clear()),
     "tables of None": edited(lambda found: setattr(found, "state_dict_metadata", None)),
     "places of None": edited(lambda found: setattr(found, "storage_data", None)),
+    "bytes": edited(
+        lambda found: found.state_dict_metadata.update({"model.bytes": BytesStorageMetadata()})
+    ),
     "names of numbers": edited(lambda found: found.state_dict_metadata.update({3: 4})),
     "a pickle of a call": lambda path: pickle.dumps(Attack(path.parent / "touched")),
     "a pickle of a list": lambda path: pickle.dumps([1, 2]),
@@ -370,6 +394,10 @@ METADATA = {
     "deep lists": lambda path: b"(" * 100_000 + b"l" * 100_000 + b".",
     "a name of os": lambda path: b"cos\nsystem\n(S'true'\ntR.",
     "a name of builtins": lambda path: b"cbuiltins\neval\n(S'1'\ntR.",
+    "a name of torch": lambda path: b"ctorch\nload\n.",
+    "a name below torch": lambda path: b"ctorch.hub\nload\n.",
+    "builtins by name": lambda path: b"cbuiltins\ngetattr\n.",
+    "a size of 40 digits": lambda path: b"ctorch\nSize\n((I" + b"9" * 40 + b"\nttR.",
     "a name with dots": lambda path: b"\x80\x04\x8c\x05torch\x8c\x09nn.Linear\x93.",
     "a persistent id": lambda path: b"Pabc\n.",
     "an extension": lambda path: b"\x80\x02\x82\x01.",

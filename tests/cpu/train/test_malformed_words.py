@@ -433,7 +433,12 @@ def words(name: str, *given: str, says: str) -> Case:
     words("plan data batch digits", "plan", "stdlib", "--batch", DIGITS, says="longer than 4,000"),
     words("plan world 0", "plan", "stdlib", "--world", "0", says="world"),
     words("plan world word", "plan", "stdlib", "--world", "many", says="world"),
-    words("plan resume", "plan", "stdlib", "--resume", says="no option of"),
+    *(
+        words(f"plan {word}", "plan", "stdlib", *word.split(), says="no option of `packgraph plan`")
+        for word in ("--resume", "--steps 3", "--apart", "--skip-one-process")
+    ),
+    words("plan no buckets", "plan", "stdlib", "--buckets.max-count", "0", says="at least 1"),
+    words("plan a preset", "plan", "stdlib", "qwen-tiny", says="did you mean qwen3-tiny"),
     words("try nothing", "try", says="which preset"),
     words("try seconds", "try", "qwen3-tiny", "--seconds", "-1", says="--seconds must be positive"),
     words("try seconds digits", "try", "--seconds", DIGITS, says="argument 2, .*longer"),

@@ -1,7 +1,6 @@
 """AdamW of bfloat16 weights in one kernel: its specification against torch's, and how it is
 used. The kernel is held against its specification in tests/gpu/test_update_rules_gpu.py."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from trainkit import equal, state_of, trainer
+from trainkit import captured_as_eager, equal
 from updatekit import Small, ends_of_blocked_steps, one_kernel, run_of
 
 from packgraph.train import optimizer
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.signals import StopRequest
 from packgraph.train.updates import adamw
 from packgraph.train.updates.adamw import MEANS, Numbers, in_one_kernel, narrow_adamw
 from packgraph.train.updates.host_state import HostState
@@ -185,13 +183,5 @@ def test_state_on_the_host_has_the_bits_of_that_on_the_device(
 def test_an_update_inside_a_graph_has_the_bits_of_an_eager_one(
     tmp_path: Path, calls: mock.Mock
 ) -> None:
-    ends = {}
-    for graph in (False, True):
-        config = run_of("adamw", graph, steps=10, dtype="bfloat16")
-        inside = dataclasses.replace(config.graph, granularity="step", optimizer=True)
-        run = trainer(tmp_path / str(graph), dataclasses.replace(config, graph=inside))
-        summary = run.run(StopRequest())
-        ends[graph] = state_of(run)
-        run.close()
-    assert summary["replayed"] >= 3 and calls.called
-    equal(ends[True], ends[False])
+    captured_as_eager(tmp_path, run_of("adamw", steps=10, dtype="bfloat16"))
+    assert calls.called

@@ -21,12 +21,12 @@ from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, wri
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    Microbatches,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
+from packgraph.train.data.microbatches import take_step
 from packgraph.train.data.source import DataChangedError
-from packgraph.train.feed import take_step
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
@@ -269,9 +269,7 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
 
     def packs() -> Any:
         config = DataConfig(source="jsonl", path=str(path), window=4)
-        return open_microbatches(
-            config, open_documents(config), build_tokenizer(config), CAPACITIES
-        )
+        return Microbatches(config, open_documents(config), build_tokenizer(config), CAPACITIES)
 
     # steps made ahead would have read the documents before they change
     config = dataclasses.replace(tiny(steps=12), data=DataConfig(prefetch=0))

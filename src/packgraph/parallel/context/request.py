@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from packgraph.packing.buckets.cost import TILE, CostModel
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.layout import powers_of_two
 
 # Qwen3-0.6B, as CostModel's own figures: 28 layers exchange queries and outputs of 16 heads, keys
 # and values of 8, of 128 numbers in bf16, forward and backward: 688 KB a token, at 237 GB/s a rank
@@ -200,11 +201,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
                 factor = row[column] / rows[column][column]
                 rows[place] = [one - factor * other for one, other in zip(row, rows[column])]
     return [row[-1] / row[place] for place, row in enumerate(rows)]
-
-
-def powers_of_two(world: int) -> tuple[int, ...]:
-    """The powers of two that divide `world`, ascending."""
-    return tuple(1 << power for power in range(world.bit_length()) if world % (1 << power) == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

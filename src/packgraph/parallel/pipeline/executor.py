@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
@@ -129,6 +128,24 @@ class StepUpdate:
     finish: Callable[[torch.Tensor], torch.Tensor]
 
 
+def reason_against(
+    whole: GraphedStep, parts: str, *arguments: torch.Tensor | PackedBatch, strict: bool
+) -> str | None:
+    """Reason why a whole step with these arguments cannot be a replay, or None; captures it if it
+    is new. parts: what has the graphs that run it then. Raises CaptureError with `strict`."""
+    try:
+        return whole.reason_against(*arguments)
+    except CaptureError as error:
+        if strict:
+            raise
+        warnings.warn(
+            f"this step runs by its {parts}' graphs, because it cannot be one graph: {error}",
+            PackgraphWarning,
+            stacklevel=4,
+        )
+        return fallback.CAPTURE_FAILED
+
+
 class PipelineError(RuntimeError):
     """The ranks of a pipeline do not agree, or a schedule does not fit its slots."""
 
@@ -148,6 +165,9 @@ class Pipeline:
     graphs, counted in `step_stats`. updates: those graphs hold the update of the weights, too, and
     are those of `update_step`. agreement: of all ranks that replay a whole step together, None =
     the ranks of this pipeline.
+
+    Attributes:
+        whole: Graphs of whole steps; None where there are none.
     """
 
     def __init__(
@@ -193,10 +213,10 @@ class Pipeline:
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
-        self._whole: GraphedStep | None = None
+        self.whole: GraphedStep | None = None
         if whole_steps:
-            self._whole = self._graphed_step(agreement or unanimous(links.control))
-            self._whole.all_agree = agreement is not None or links.connects_all
+            self.whole = self._graphed_step(agreement or unanimous(links.control))
+            self.whole.all_agree = agreement is not None or links.connects_all
 
     def _graphed_step(self, agreement: Agreement) -> GraphedStep:
         this = weakref.proxy(self)  # which has the step: else a cycle, with all chunks in it
@@ -215,7 +235,7 @@ class Pipeline:
     @property
     def step_stats(self) -> Stats | None:
         """Counts of the graphs of whole steps, if they are in use."""
-        return self._whole.stats if self._whole is not None else None
+        return self.whole.stats if self.whole is not None else None
 
     def build(
         self,
@@ -241,11 +261,6 @@ class Pipeline:
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
-    def agree_on_steps(self, consensus: Consensus) -> None:
-        """Asks `consensus` after every capture of a whole step."""
-        if self._whole is not None:
-            self._whole.cache.join(consensus)
-
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
         no values."""
@@ -269,7 +284,7 @@ class Pipeline:
         microbatch, before anything is launched.
         """
         self._agree(batches, tokens_in_step)
-        whole = self._whole if not self._updates else None
+        whole = self.whole if not self._updates else None
         if whole is not None and self._is_ready(whole, batches, tokens_in_step):
             return whole.replay(tokens_in_step, *batches)
         with contextlib.ExitStack() as frozen:
@@ -304,12 +319,12 @@ class Pipeline:
             CaptureError: With `strict`, if the step cannot be captured.
             PipelineError: When the ranks disagree.
         """
-        assert self._whole is not None and self._updates
+        assert self.whole is not None and self._updates
         self._update = update
         self._agree(batches, tokens_in_step)
-        if not self._is_ready(self._whole, batches, tokens_in_step, reason, strict):
+        if not self._is_ready(self.whole, batches, tokens_in_step, reason, strict):
             return None
-        return self._whole.replay(tokens_in_step, *batches)
+        return self.whole.replay(tokens_in_step, *batches)
 
     def evaluate(
         self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, around: Around
@@ -387,18 +402,7 @@ class Pipeline:
         if reason is not None:  # the others hear of it, and capture nothing without this rank
             whole.agreement(Standing.EAGER)
         else:
-            try:
-                reason = whole.reason_against(tokens, *batches)
-            except CaptureError as error:
-                if strict:
-                    raise
-                warnings.warn(
-                    "this step runs by its chunks' graphs, because it cannot be one graph: "
-                    f"{error}",
-                    PackgraphWarning,
-                    stacklevel=4,
-                )
-                reason = fallback.CAPTURE_FAILED
+            reason = reason_against(whole, "chunks", tokens, *batches, strict=strict)
         if reason is not None and asked is None:
             whole.stats.fallbacks[reason] += 1
         return reason is None
@@ -469,15 +473,10 @@ class Pipeline:
 
     def close(self) -> None:
         """Free all graphs; to be called before the process groups go."""
-        self.free_whole_steps()
+        if self.whole is not None:
+            self.whole.close()
         for chunk in self.chunks:
             chunk.close()
-
-    def free_whole_steps(self) -> None:
-        """Free the graphs of whole steps, if there are any; the next step captures its own
-        again."""
-        if self._whole is not None:
-            self._whole.close()
 
     def _agree(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
         """Check that all ranks have the same microbatches, and let the first chunk refuse them: in

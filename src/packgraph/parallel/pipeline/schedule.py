@@ -266,15 +266,11 @@ def _deadlock(schedule: Schedule, waiting: Sequence[Sequence[Action]]) -> str:
 def peak_in_flight(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """[rank][chunk] -> the largest number of microbatches between their forward and backward at one
     time."""
-    peaks = []
-    for row in schedule.rows:
-        alive, most = [0] * schedule.chunks, [0] * schedule.chunks
-        for action in row:
-            chunk = schedule.chunk_of(action.stage)
-            alive[chunk] += 1 if action.kind == "F" else -1
-            most[chunk] = max(most[chunk], alive[chunk])
-        peaks.append(tuple(most))
-    return tuple(peaks)
+    peaks = [[0] * schedule.chunks for _ in schedule.rows]
+    for (rank, stage, _), slot in assign_slots(schedule).items():
+        chunk = schedule.chunk_of(stage)
+        peaks[rank][chunk] = max(peaks[rank][chunk], slot + 1)
+    return tuple(map(tuple, peaks))
 
 
 def slot_counts(ranks: int, chunks: int, group: int | None = None) -> tuple[tuple[int, ...], ...]:

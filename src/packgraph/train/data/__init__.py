@@ -6,9 +6,9 @@ open_documents(config: DataConfig) -> DocumentSource
         and what to do.
 build_tokenizer(config: DataConfig) -> Tokenizer
     `.vocab_size` (int), `.encode(SourceDocument) -> list[Document]`. Raises DataError.
-open_microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity],
+Microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity],
 multiple: int)
-    -> Microbatches an iterator of `PackedBatch` on the host; endless unless config.epochs is set.
+    an iterator of `PackedBatch` on the host; endless unless config.epochs is set.
     `.report` (PackReport) counts packs, padding, split and dropped documents. `.state_dict()` is
     JSON-able and taken between two packs; `.load_state_dict(state)` on a new iterator continues
     with exactly the packs that would have come next, and raises DataError when data, tokenizer,
@@ -24,7 +24,7 @@ source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ wind
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.held_out import evaluation_stream, open_for_evaluation
-from packgraph.train.data.microbatches import Microbatches, PlannedSteps, open_microbatches
+from packgraph.train.data.microbatches import Microbatches, PlannedSteps
 from packgraph.train.data.rows import row_notes
 from packgraph.train.data.source import (
     DataError,
@@ -47,7 +47,6 @@ __all__ = [
     "evaluation_stream",
     "open_documents",
     "open_for_evaluation",
-    "open_microbatches",
     "row_notes",
     "tokenizer_notes",
 ]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from packgraph.packing.batch import PackedBatch, count_pairs
 from packgraph.packing.capacity import Capacity, CapacitySet
@@ -61,6 +61,32 @@ from packgraph.train.data.tokenizer import (
 from packgraph.train.data.workers import TokenizedAhead, Work
 
 VERSION = 2
+StepPack = PackedBatch | PlannedPack  # facts of it are known to all ranks
+Pack = TypeVar("Pack", bound=StepPack)
+
+
+@runtime_checkable
+class StepSource(Protocol[Pack]):
+    """A stream whose steps are planned as a whole."""
+
+    def next_step(self) -> list[Pack]:
+        """The packs of the next step; none at the end."""
+        ...
+
+
+Packs = Iterator[PackedBatch] | StepSource[PackedBatch]
+
+
+def take_step(packs: Iterator[Pack] | StepSource[Pack], tokens_per_step: int) -> list[Pack]:
+    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as
+    it is planned."""
+    if isinstance(packs, StepSource):
+        return packs.next_step()
+    taken, tokens = list[Pack](), 0
+    while tokens < tokens_per_step and (pack := next(packs, None)) is not None:
+        taken.append(pack)
+        tokens += pack.num_tokens
+    return taken
 
 
 def overlong_of(
@@ -141,11 +167,9 @@ class Microbatches:
             raise StopIteration
         return planned.load()
 
-    @property
-    def planned(self) -> "Iterator[PlannedPack] | PlannedOnly":
-        """The same stream, whose packs are not read yet; a `train.step.StepSource` where steps are
-        planned as a whole."""
-        return iter(self._plan, None)
+    def plan_step(self, tokens: int) -> list[PlannedPack]:
+        """The packs of the next step of so many tokens, which are not read yet."""
+        return take_step(iter(self._plan, None), tokens)
 
     def _plan(self) -> PlannedPack | None:
         """The next pack, None at the end of the data."""
@@ -390,17 +414,6 @@ class Microbatches:
         }
 
 
-def open_microbatches(
-    config: DataConfig,
-    documents: DocumentSource,
-    tokenizer: Tokenizer,
-    capacities: Iterable[Capacity],
-    multiple: int = 1,
-) -> Microbatches:
-    """The stream of packs of `documents` from its beginning. Raises ValueError and DataError."""
-    return Microbatches(config, documents, tokenizer, capacities, multiple)
-
-
 class PlannedSteps(Microbatches):
     """Planned steps on the host; as `Microbatches`, but `next_step` takes the place of `next`.
 
@@ -440,13 +453,8 @@ class PlannedSteps(Microbatches):
             self.count(self.plan)
         return [pack.load() for pack in planned]
 
-    @property
-    def planned(self) -> "PlannedOnly":
-        """Steps whose packs are not read yet."""
-        return PlannedOnly(self.plan_step)
-
-    def plan_step(self) -> list[PlannedPack]:
-        """Variant of `next_step` that reads no tokens."""
+    def plan_step(self, tokens: int = 0) -> list[PlannedPack]:
+        """See `Microbatches.plan_step`; a step has the tokens of the request."""
         while (wanted := self._wanted()) > 0 and self._add_next(wanted):
             pass
         waiting = self._waiting
@@ -514,12 +522,6 @@ class PlannedSteps(Microbatches):
     def _new_window(self) -> "InOrder":
         self._waiting = InOrder()
         return self._waiting
-
-
-class PlannedOnly(NamedTuple):
-    """The steps of `PlannedSteps` without their tokens; a `train.step.StepSource`."""
-
-    next_step: Callable[[], list[PlannedPack]]
 
 
 class InOrder:

@@ -126,7 +126,9 @@ def write_shard(folder: Path, number: int, rows: Iterable[EncodedRow]) -> ShardF
                 flush()
         arrays = np.array(records, RECORD), np.array(firsts, np.int64)
         for content, array in zip(index, arrays, strict=True):
-            content += _in_numpys_format(array)
+            stream = io.BytesIO()
+            np.lib.format.write_array(stream, array, allow_pickle=False)
+            content += stream.getvalue()
         flush()
         with writing(folder, REMEDY):
             has_targets = target_bytes > 0
@@ -159,12 +161,6 @@ def _finished(paths: Sequence[Path]) -> dict[str, ShardFile]:
         files[whole.name] = ShardFile(whole.stat().st_size, digest_of(whole))
     sync_folder(paths[0].parent)
     return files
-
-
-def _in_numpys_format(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, array, allow_pickle=False)
-    return stream.getvalue()
 
 
 def build_shards(

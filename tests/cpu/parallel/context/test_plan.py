@@ -14,7 +14,8 @@ from bench_padding import DISTRIBUTIONS, lengths_like
 from packgraph import cli
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.parallel.context.plan import ContextPlan, _share, lower_bound, plan_context
-from packgraph.parallel.context.request import ContextCost, ContextRequest, fit, powers_of_two
+from packgraph.parallel.context.request import ContextCost, ContextRequest, fit
+from packgraph.parallel.layout import powers_of_two
 from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
 pytest.importorskip("hypothesis")

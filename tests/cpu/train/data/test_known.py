@@ -3,7 +3,6 @@ looked up one by one."""
 
 import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.train.data import (
     DataError,
+    Microbatches,
     PlannedSteps,
     build_tokenizer,
     open_documents,
-    open_microbatches,
     order,
 )
 from packgraph.train.data.held_out import split
@@ -69,7 +68,7 @@ def sources(tmp_path, monkeypatch):
 
 
 def opened(config, source, capacities=CAPACITIES):
-    return open_microbatches(config, source, build_tokenizer(config), capacities)
+    return Microbatches(config, source, build_tokenizer(config), capacities)
 
 
 def facts(pack):
@@ -84,7 +83,7 @@ def test_packs_and_states_are_those_of_one_by_one(sources, kind, overlong):
     ours, theirs = opened(config, source), opened(config, OneByOne(source))
     assert isinstance(source, StoredSource) and not isinstance(OneByOne(source), StoredSource)
     for _ in range(120):  # several epochs
-        one, other = next(ours.planned), next(theirs.planned)
+        (one,), (other,) = ours.plan_step(1), theirs.plan_step(1)
         assert facts(one) == facts(other)
         assert torch.equal(one.load().data, other.load().data)
         assert ours.state_dict() == theirs.state_dict()
@@ -113,7 +112,7 @@ def test_planned_steps_are_those_of_one_by_one(sources):
         for one in (source, OneByOne(source))
     )
     for _ in range(12):
-        steps = ours.planned.next_step(), theirs.planned.next_step()
+        steps = ours.plan_step(), theirs.plan_step()
         assert list(map(facts, steps[0])) == list(map(facts, steps[1]))
         assert all(
             torch.equal(one.load().data, other.load().data)
@@ -128,7 +127,7 @@ def test_documents_are_looked_up_where_they_are_read_alone(sources, monkeypatch)
     seen = []
     row = Shard.row
     monkeypatch.setattr(Shard, "row", lambda *given: seen.append(given) or row(*given))
-    packs = [next(stream.planned) for _ in range(10)]
+    packs = [pack for _ in range(10) for pack in stream.plan_step(1)]
     before, position = len(seen), stream.state_dict()["position"]
     assert before < position / 2 + 5  # those of several documents, and of none
     packs[0].load()
@@ -137,7 +136,7 @@ def test_documents_are_looked_up_where_they_are_read_alone(sources, monkeypatch)
 
 def test_a_document_that_is_not_what_was_planned_is_refused(sources, monkeypatch):
     config, source = sources["folder"]
-    pack = next(opened(config, source, [Capacity(64, 8)]).planned)
+    (pack,) = opened(config, source, [Capacity(64, 8)]).plan_step(1)
     row = Shard.row
     monkeypatch.setattr(
         Shard, "row", lambda *given: tuple(one.part(0, len(one) - 1) for one in row(*given))
@@ -151,4 +150,4 @@ def test_a_folder_of_another_tokenizer_is_refused_in_a_mixture(sources):
     path = Path(config.weights().popitem()[0]) / MANIFEST
     write_json(path, {**read_json(path), "tokenizer": "other", "tokenizer_name": "other"})
     with pytest.raises(DataError, match=r"tokenized with other .* not with data\.tokenizer"):
-        list(islice(opened(config, open_documents(config)).planned, 40))
+        opened(config, open_documents(config)).plan_step(40 * 64)

@@ -12,10 +12,10 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    Microbatches,
     SourceDocument,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
 from packgraph.train.data.files import OpenedFiles
 
@@ -41,7 +41,7 @@ WORDS = Texts(chr(97 + number % 26) * (1 + number * 37 % 200) for number in rang
 
 
 def opened(config, source=WORDS, capacities=CAPACITIES):
-    return open_microbatches(config, source, build_tokenizer(config), capacities)
+    return Microbatches(config, source, build_tokenizer(config), capacities)
 
 
 def documents_of(packs):

@@ -18,8 +18,9 @@ from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.layout import Layout, context_sizes
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
+from packgraph.train.data.microbatches import take_step
 from packgraph.train.features.context import context_request, rank_tokens, with_context_buckets
-from packgraph.train.feed import MicrobatchAssignment, groups_of, take_step
+from packgraph.train.feed import MicrobatchAssignment, groups_of
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import SwitchingSteps
 

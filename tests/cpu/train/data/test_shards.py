@@ -29,9 +29,9 @@ from packgraph.train.config.sections import RunConfig
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    Microbatches,
     build_tokenizer,
     open_documents,
-    open_microbatches,
 )
 from packgraph.train.data.shard_build import build_shards
 from packgraph.train.data.shards import (
@@ -51,7 +51,7 @@ CAPACITIES = (Capacity(16, 2), Capacity(24, 4))
 
 
 def opened(config, capacities=CAPACITIES):
-    return open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+    return Microbatches(config, open_documents(config), build_tokenizer(config), capacities)
 
 
 def same(left, right):
@@ -96,7 +96,7 @@ def test_texts_and_chats_are_stored_as_they_are_tokenized(tmp_path, kind):
 def test_lengths_and_loss_tokens_are_known_without_reading(shards, monkeypatch):
     stream = opened(dataclasses.replace(shards, overlong="drop"))
     monkeypatch.setattr(Shard, "read", lambda *_: pytest.fail("tokens were read"))
-    planned = list(islice(stream.planned, 40))
+    planned = [pack for _ in range(40) for pack in stream.plan_step(1)]
     monkeypatch.undo()
     for pack in planned:
         batch = pack.load()
@@ -282,7 +282,7 @@ def test_another_tokenizer_is_refused(shards):
     class Other:
         vocab_size, fingerprint = 300, "other"
 
-    stream = open_microbatches(shards, open_documents(shards), Other(), CAPACITIES)
+    stream = Microbatches(shards, open_documents(shards), Other(), CAPACITIES)
     with pytest.raises(DataError, match=r"tokenized with bytes .* not with data\.tokenizer"):
         next(stream)
 

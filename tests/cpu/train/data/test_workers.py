@@ -29,12 +29,12 @@ from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    Microbatches,
     PlannedSteps,
     build_tokenizer,
     evaluation_stream,
     open_documents,
     open_for_evaluation,
-    open_microbatches,
 )
 from packgraph.train.data.order import DocumentOrder, OrderPlace, SourcePart
 from packgraph.train.data.workers import (
@@ -54,7 +54,7 @@ ROOT = Path(__file__).parents[4]
 
 def opened(config, source=None, capacities=CAPACITIES):
     source = open_documents(config) if source is None else source
-    return open_microbatches(config, source, build_tokenizer(config), capacities)
+    return Microbatches(config, source, build_tokenizer(config), capacities)
 
 
 def with_workers(config, workers):
@@ -321,10 +321,10 @@ import multiprocessing, os, signal, sys
 from workerkit import Texts
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
-from packgraph.train.data import DataConfig, build_tokenizer, open_microbatches
+from packgraph.train.data import DataConfig, build_tokenizer, Microbatches
 if __name__ == "__main__":
     config = DataConfig(workers=1, overlong="split")
-    stream = open_microbatches(config, Texts(), build_tokenizer(config), [Capacity(128, 8)])
+    stream = Microbatches(config, Texts(), build_tokenizer(config), [Capacity(128, 8)])
     next(stream)
     print(*(one.pid for one in multiprocessing.active_children()), flush=True)
     if sys.argv[1] == "kill":
