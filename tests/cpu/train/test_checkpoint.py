@@ -2,7 +2,9 @@
 
 import builtins
 import errno
+import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -228,6 +230,60 @@ def test_damaged_metadata_is_refused_even_without_the_manifest(tmp_path: Path, k
     path = save(tmp_path, 1)
     damage(path / ".metadata", kind)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
+        load_tensors(path, empty())
+
+
+def test_a_foreign_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        load_state(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(CheckpointError, match="not a checkpoint of this program"):
+        load_state(tmp_path)
+
+
+class Attack:
+    """Unpickling this would create a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_malicious_pickle_never_runs(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    target = tmp_path / "owned"
+    (path / ".metadata").write_bytes(pickle.dumps(Attack(target)))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused.*mkdir"):
+        load_tensors(path, empty())
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "callee", ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "os.system"]
+)
+def test_no_callable_is_admitted(tmp_path: Path, callee: str) -> None:
+    path = save(tmp_path, 1)
+    module, _, name = callee.rpartition(".")
+    (path / ".metadata").write_bytes(b"c" + module.encode() + b"\n" + name.encode() + b"\n.")
+    with pytest.raises(CheckpointError, match="refused"):
+        load_tensors(path, empty())
+
+
+def test_entries_that_are_not_tensors_and_foreign_paths_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    path = save(tmp_path, 1)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.bytes"] = BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="no tensors"):
+        load_tensors(path, empty())
+    del metadata.state_dict_metadata["model.bytes"]
+    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="outside its folder"):
         load_tensors(path, empty())
 
 

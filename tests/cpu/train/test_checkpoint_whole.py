@@ -59,6 +59,24 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_every_file_of_the_metadata_must_be_in_the_manifest(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path)
+    rewrite(path, lambda content: content["files"].pop(name))
+    with pytest.raises(
+        CheckpointError, match=rf"state\.json: damaged: .*{name}".replace("__0", "__0")
+    ):
+        load_state(path)
+
+
+def test_an_empty_manifest_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    rewrite(path, lambda content: content.update(files={}))
+    flip(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged"):
+        load_state(path)
+
+
 def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +98,10 @@ def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(
 
 def weight(found: metadata.Metadata) -> Any:
     return found.state_dict_metadata["model.weight"]
+
+
+def no_chunks(found: metadata.Metadata) -> None:
+    weight(found).chunks = []
 
 
 def a_gap(found: metadata.Metadata) -> None:
@@ -104,6 +126,10 @@ def negative(found: metadata.Metadata) -> None:
     weight(found).chunks[0].sizes = torch.Size([-6, -4])
 
 
+def huge(found: metadata.Metadata) -> None:
+    weight(found).size = weight(found).chunks[0].sizes = torch.Size([2**40, 2**40])
+
+
 def of_another_rank(found: metadata.Metadata) -> None:
     weight(found).chunks[0].sizes = torch.Size([24])
     weight(found).chunks[0].offsets = torch.Size([0])
@@ -115,13 +141,33 @@ def nowhere(found: metadata.Metadata) -> None:
     }
 
 
+def beyond_the_file(found: metadata.Metadata) -> None:
+    next(iter(found.storage_data.values())).offset = 10**9
+
+
+def before_the_file(found: metadata.Metadata) -> None:
+    next(iter(found.storage_data.values())).offset = -5
+
+
 def no_numbers(found: metadata.Metadata) -> None:
     weight(found).chunks = [None]
 
 
 @pytest.mark.parametrize(
     "change",
-    [a_gap, an_overlap, outside, negative, of_another_rank, nowhere, no_numbers],
+    [
+        no_chunks,
+        a_gap,
+        an_overlap,
+        outside,
+        negative,
+        huge,
+        of_another_rank,
+        nowhere,
+        beyond_the_file,
+        before_the_file,
+        no_numbers,
+    ],
 )
 def test_metadata_that_do_not_cover_their_tensors_are_refused(tmp_path: Path, change: Any) -> None:
     path = save(tmp_path)
@@ -136,6 +182,13 @@ def test_chunks_of_many_ranks_are_accepted(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, tensors() | {"model.empty": torch.zeros(0, 3)}, STATE, 1)
     found = read_metadata_file(path / ".metadata")
     assert set(found.state_dict_metadata) == {"model.weight", "optimizer.step", "model.empty"}
+
+
+def test_a_size_that_no_number_holds_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    (path / ".metadata").write_bytes(b"ctorch\nSize\n((I" + b"9" * 40 + b"\nttR.")
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        load_tensors(path, tensors(0.0))
 
 
 def test_no_flipped_bit_of_the_state_is_loaded(tmp_path: Path) -> None:
@@ -155,6 +208,43 @@ def test_no_flipped_bit_of_the_state_is_loaded(tmp_path: Path) -> None:
         assert found == expected
         loaded += 1
     assert loaded < 100
+
+
+@pytest.mark.parametrize("step", [-5, True, 1.0, "1", None, 2, 10**30])
+def test_a_step_that_is_none_or_not_that_of_the_folder_is_refused(
+    tmp_path: Path, step: Any
+) -> None:
+    path = save(tmp_path)
+    rewrite(path, lambda content: content.update(step=step))
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: .*step"):
+        load_state(path)
+
+
+@pytest.mark.parametrize(
+    "entry", [[-1, "0" * 64], [1.5, "0" * 64], [True, "0" * 64], [1, "00"], [1, None], [1], 3]
+)
+def test_a_manifest_out_of_range_is_refused(tmp_path: Path, entry: Any) -> None:
+    path = save(tmp_path)
+    rewrite(path, lambda content: content["files"].update({".metadata": entry}))
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: .*\.metadata"):
+        load_state(path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, '{"format": NaN}', '"\\ud800"', ""])
+def test_a_state_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path)
+    (path / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"state\.json: (damaged|not a checkpoint)"):
+        load_state(path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "__0_0.distcp", ".metadata"])
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_state(path)
 
 
 def test_checkpoints_of_the_format_before_are_read_with_a_warning(tmp_path: Path) -> None:

@@ -1,21 +1,42 @@
-"""Muon: held against torch's own. What every update keeps to is tested in test_update_rules."""
+"""Muon: held against torch's own, and through the trainer, graphs and checkpoints."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import _muon
-from updatekit import Small, run_of
+from trainkit import StopAfter, equal, state_of, tiny, trainer
 
-from packgraph.train.config.sections import OptimizerConfig, ParallelConfig
+from packgraph.train.config.sections import OptimizerConfig, ParallelConfig, TrainConfig
 from packgraph.train.optimizer import Optimizer
+from packgraph.train.signals import StopRequest
+from packgraph.train.spikes import Limits
 from packgraph.train.updates.muon import is_hidden_matrix, orthogonalized
 from packgraph.train.validate import validate
 
 MUON = OptimizerConfig(name="muon", weight_decay=0.25, clip_norm=None)
 
 
+class Small(nn.Module):
+    """An embedding, two matrices, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(11, 6)
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6)
+        self.lm_head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.down(self.norm(self.up(self.embed_tokens(ids))))
+        return self.lm_head(hidden).square().sum()  # type: ignore[no-any-return]
+
+
 HIDDEN = {"up.weight", "down.weight"}
+IDS = torch.arange(11)
 
 
 def test_matrices_of_hidden_layers_are_found_by_shape_and_name() -> None:
@@ -74,6 +95,19 @@ def test_it_equals_torchs_muon_and_adamw() -> None:
     assert not any(torch.equal(value, changed[name]) for name, value in ours.named_parameters())
 
 
+def test_it_learns() -> None:
+    model = Small()
+    optimizer = Optimizer(model.named_parameters(), MUON)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(IDS)
+        loss.backward()
+        optimizer.step(1e-2)
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_the_state_names_what_updates_a_parameter() -> None:
     names = set(Optimizer(Small().bfloat16().named_parameters(), MUON).state_tensors())
     for name, _ in Small().named_parameters():
@@ -84,8 +118,63 @@ def test_the_state_names_what_updates_a_parameter() -> None:
     assert not any(name.endswith(".momentum") for name in plain)
 
 
+def test_a_blocked_update_changes_nothing() -> None:
+    model = Small()
+    optimizer = Optimizer(model.named_parameters(), MUON)
+    optimizer.watch()
+    ends = []
+    for limit, spoiled in ((1e9, False), (1e9, True), (0.0, False), (1e9, False)):
+        optimizer.set_limits(Limits(loss=limit))
+        optimizer.zero_grad()
+        loss = model(IDS)
+        loss.backward()
+        if spoiled:
+            optimizer.gradients()["up.weight"].fill_(float("nan"))
+        optimizer.step(1e-2, loss.detach())
+        state = {**dict(model.named_parameters()), **optimizer.state_tensors()}
+        ends.append({name: value.detach().clone() for name, value in state.items()})
+    equal(ends[1], ends[0])
+    equal(ends[2], ends[0])
+    assert not torch.equal(ends[3]["up.weight"], ends[0]["up.weight"])
+    assert not torch.equal(ends[3]["up.weight.momentum"], ends[0]["up.weight.momentum"])
+
+
+def settings(graph: bool = False, **run: Any) -> TrainConfig:
+    config = tiny(graph=graph, **run)
+    return dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, name="muon", clip_norm=1.0)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, dtype: str) -> None:
+    whole = trainer(tmp_path / "whole", settings(dtype=dtype))
+    whole.run(StopRequest())
+    stopped = trainer(tmp_path / "run", settings(dtype=dtype))
+    stopped.run(StopAfter(3))
+    again = trainer(tmp_path / "run", settings(dtype=dtype))
+    again.resume()
+    assert 0 < again.step < 6
+    again.run(StopRequest())
+    equal(state_of(again), state_of(whole))
+    assert any(name.endswith("q_proj.weight.momentum") for name in whole.tensors())
+
+
+def test_an_update_inside_a_graph_has_the_bits_of_an_eager_one(tmp_path: Path) -> None:
+    ends = {}
+    for graph in (False, True):
+        config = settings(graph, steps=10)
+        inside = dataclasses.replace(config.graph, granularity="step", optimizer=True)
+        run = trainer(tmp_path / str(graph), dataclasses.replace(config, graph=inside))
+        summary = run.run(StopRequest())
+        ends[graph] = state_of(run)
+        run.close()
+    assert summary["replayed"] >= 3
+    equal(ends[True], ends[False])
+
+
 def test_what_has_no_whole_matrices_is_refused() -> None:
-    config = run_of("muon")
+    config = settings()
     assert not validate(config, "cpu")
     two = dataclasses.replace(config, parallel=ParallelConfig(dp=2))
     assert any("needs whole matrices" in text for text in validate(two, "cpu", world=2))

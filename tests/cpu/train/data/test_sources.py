@@ -140,6 +140,49 @@ def test_the_fingerprint_follows_the_content(tmp_path):
     assert len(prints) == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": "cut of', "not JSON: Unterminated string.*at column 10"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": ' + 5000 * "1" + "}", "not JSON that Python reads"),
+        ('["text"]', "expected a JSON object.*got list"),
+        (
+            '{"words": "x", "id": 1}',
+            "expected `text`, .* or `input_ids`, found id, words.*data.text_column",
+        ),
+        ('{"text": 3}', "`text` must be a text, got int"),
+        ('{"text": "\\ud800"}', "not valid Unicode"),
+        ('{"messages": []}', "at least one entry"),
+        ('{"messages": ["hi"]}', "message 0 must be an object with `role` and `content`"),
+        (
+            '{"messages": [{"role": "bot", "content": "x"}]}',
+            "role 'bot'; known roles: system, user, assistant, tool",
+        ),
+        ('{"messages": [{"role": "user", "content": null}]}', "message 0, content must be a text"),
+    ],
+)
+def test_malformed_lines_are_named_when_the_source_is_opened(tmp_path, line, text):
+    path = write_lines(tmp_path / "bad.jsonl", [{"text": "good"}, line])
+    with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
+        jsonl(path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8 \(byte 10"):
+        jsonl(tmp_path)
+
+
+def test_missing_and_empty_data_have_clear_errors(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"no files ending in \.jsonl"):
+        jsonl(tmp_path)
+    with pytest.raises(DataError, match="no documents, only blank lines"):
+        jsonl(write_lines(tmp_path / "x.jsonl", ["", " "]))
+
+
 def test_a_folder_of_text_files(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("deep")
@@ -150,6 +193,12 @@ def test_a_folder_of_text_files(tmp_path):
     assert texts(source) == ["marked", "deep"]
     (tmp_path / "bad.txt").write_bytes(b"ok \xff")
     with pytest.raises(DataError, match=r"bad\.txt: not UTF-8 \(byte 3"):
+        open_documents(DataConfig(source="text", path=str(tmp_path)))
+
+
+def test_empty_text_files_have_a_clear_error(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="all text files are empty"):
         open_documents(DataConfig(source="text", path=str(tmp_path)))
 
 
@@ -204,6 +253,28 @@ def test_a_senseless_configuration_is_refused(options, text):
 
 
 GOOD = {"text": "good"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"input_ids": [1, -2]}, "has a negative token id"),
+        ({"input_ids": "12"}, "expected whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, "has the label -1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 values for 2 tokens"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values for 2 tokens"),
+        (
+            {"input_ids": [1, 2], "attention_mask": "11"},
+            "attention_mask: expected whole numbers or booleans",
+        ),
+        ({"input_ids": [1, 2], "attention_mask": 1}, r"attention_mask"),
+        ({"input_ids": [1, 2], "seq_lengths": [3]}, "lengths sum to 3"),
+    ],
+)
+def test_bad_tokenized_rows_are_named_when_the_source_is_opened(tmp_path, row, text):
+    path = write_lines(tmp_path / "bad.jsonl", [GOOD, row])
+    with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
+        jsonl(path)
 
 
 def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path):

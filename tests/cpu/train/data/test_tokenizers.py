@@ -87,6 +87,9 @@ def test_the_end_token_is_the_one_of_the_config_beside(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
         (document,) = build_tokenizer(DataConfig(tokenizer=str(path))).encode(text("one"))
         assert document.tokens[-1] == original.token_to_id("<|im_end|>")
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: holds a list"):
+        build_tokenizer(DataConfig(tokenizer=str(path)))
 
 
 def test_in_a_chat_of_a_tokenizer_file_only_the_assistant_is_learned(tmp_path):
@@ -99,3 +102,33 @@ def test_in_a_chat_of_a_tokenizer_file_only_the_assistant_is_learned(tmp_path):
     )
     learned = document.targets[document.targets >= 0].tolist()
     assert original.decode(learned, skip_special_tokens=False) == "two<|im_end|>three<|im_end|>"
+
+
+def test_a_chat_needs_the_tokens_of_chatml(tmp_path):
+    path, _ = write_tokenizer(tmp_path, specials=("</s>",))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=str(path)))
+    with pytest.raises(DataError, match=r"here:1: chat messages.*no token <\|im_start\|>"):
+        tokenizer.encode(SourceDocument("here:1", messages=CHAT))
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"{", "not valid JSON"),
+        (b"{}", "it has no `model`"),
+        (b"[]", "holds a list"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b'{"model": {"type": "BPE"}}', r"not a tokenizer.json that `tokenizers` .* reads"),
+    ],
+)
+def test_a_foreign_tokenizer_file_is_refused_by_name(tmp_path, content, wanted):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"tokenizer\.json: .*{wanted}"):
+        build_tokenizer(DataConfig(tokenizer=str(path)))
+
+
+def test_a_missing_tokenizer_file_is_named():
+    with pytest.raises(DataError, match=r"no such file; data\.tokenizer must be `bytes` or"):
+        build_tokenizer(DataConfig(tokenizer="nowhere.json"))
