@@ -51,6 +51,7 @@ PLANNERS = (
     "parallel/context/plan.py",
     "parallel/context/build.py",
     "parallel/context/request.py",
+    "parallel/layout.py",
     "parallel/pipeline/chunks.py",
     "parallel/pipeline/schedule.py",
     "viz/*",
