@@ -38,7 +38,7 @@ def made(kind: str, **changes: Any) -> Any:
 
 
 def distances(mesh: Any, kinds: list[str], sequence: bool) -> dict[str, dict[str, float]]:
-    """Of the loss and of every gradient of each family, relative to the largest value."""
+    """Of all outputs and of every gradient of each family, relative to the largest value."""
     return {kind: distance(mesh, kind, sequence) for kind in kinds}
 
 
@@ -51,6 +51,10 @@ def distance(mesh: Any, kind: str, sequence: bool) -> dict[str, float]:
     for loss in losses:
         loss.backward()
     found = {"loss": float((losses[0] - losses[1]).abs() / losses[1])}
+    with torch.no_grad():
+        for output in ("hidden", "log_probabilities"):
+            mine, expected = (one(batch, None, output) for one in (part, whole))
+            found[output] = float((mine - expected).abs().max() / expected.abs().max())
     theirs = dict(whole.named_parameters())
     for name, value in part.named_parameters():
         gradient, expected = value.grad, theirs[name].grad
