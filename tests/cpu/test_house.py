@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 484,
     "commands": 220,
     "cli": 121,
-    "tests": 44685,
+    "tests": 44726,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is

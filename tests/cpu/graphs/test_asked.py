@@ -7,8 +7,6 @@ import pytest
 import torch
 from statekit import One, quietly
 
-from packgraph.graphs.choose import make_copy_streams
-from packgraph.graphs.copy_streams import capturing_copy_streams
 from packgraph.graphs.cuda import backend
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
@@ -93,7 +91,7 @@ def test_code_that_asks_whether_it_is_compiled_equals_eager(asks):
 def capturing(monkeypatch):
     """torch says that the current stream is captured, wherever it is asked."""
     monkeypatch.setattr(backend, "_is_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", backend._answer)
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", backend._is_capturing)
 
 
 def asked_by(module):
@@ -110,7 +108,9 @@ def asked_by(module):
 @pytest.mark.usefixtures("capturing")
 def test_code_of_modules_is_told_that_it_is_not_captured():
     elsewhere = []
-    with capturing_copy_streams(make_copy_streams(torch.device("cpu"))):
+    with backend.told_as_in_eager_calls():
+        with backend.told_as_in_eager_calls():
+            assert not torch.cuda.is_current_stream_capturing()
         assert not torch.cuda.is_current_stream_capturing()
         assert asked_by(torch.nn)
         assert asked_by(symmetric_memory)  # which must not allocate in a capture
@@ -121,3 +121,4 @@ def test_code_of_modules_is_told_that_it_is_not_captured():
         thread.join()
     assert elsewhere == [True]
     assert torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.graphs._cuda_isCurrentStreamCapturing is backend._is_capturing

@@ -1,9 +1,11 @@
 """What graphs bake about a module and its Python state: seen when it changes, undone after a
 capture, or refused."""
 
+import random
+
 import pytest
 import torch
-from statekit import One, X, captured, quietly, train
+from statekit import One, Staged, X, captured, quietly, train
 from torch import nn
 
 from packgraph.graphs.checks.host_sync import refuse_unsafe
@@ -116,6 +118,14 @@ def test_the_warning_says_what_fits(change, remedy):
         graphed(X)
 
 
+def test_equal_values_are_no_change():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    graphed = captured(module, X)
+    module[1].p, module[0].in_features = float("0.1"), int("4")
+    train(graphed, X)
+    assert graphed.stats.replayed == 3 and not graphed.stats.recaptures
+
+
 # ---- what forward does to Python
 
 
@@ -170,6 +180,48 @@ def test_a_forward_that_assigns_is_refused_and_undone(name):
     assert graphed.stats.fallbacks["capture failed"] == 3
     now = [getattr(model, name) for model in (eager, graphed)]
     assert torch.equal(*now) if isinstance(now[0], torch.Tensor) else now[0] == now[1]
+
+
+def test_the_line_of_the_assignment_is_named():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            self.calls = getattr(self, "calls", 0) + 1
+            return out
+
+    with pytest.raises(CaptureError, match="forward changes a Counting") as caught:
+        graph(nn.Sequential(Counting(4, 4)), warmup=0, strict=True)(X)
+    line = Counting.forward.__code__.co_firstlineno + 2
+    assert caught.value.where == f"{__file__}:{line} in forward"
+
+
+@pytest.mark.parametrize("draw", ["random", "numpy"])
+def test_drawing_random_numbers_on_the_host_is_refused_and_undone(draw):
+    numpy = pytest.importorskip("numpy")
+    function = random.random if draw == "random" else numpy.random.rand
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = [function() for _ in range(2)]
+    random.seed(1)
+    numpy.random.seed(1)
+    with pytest.raises(CaptureError) as caught:
+        graph(One(lambda m, x: m.linear(x) * float(function())), warmup=0, strict=True)(X)
+    assert __file__ in caught.value.where
+    assert [function() for _ in range(2)] == expected
+
+
+def test_an_eager_stage_may_do_what_it_likes():
+    def between(module, state):
+        module.seen = getattr(module, "seen", 0) + 1
+        module.last = state["x"].detach().sum()
+        random.random()
+        return state
+
+    module = Staged(between)
+    graphed = graph(module, scope=["attn", "mlp"], warmup=1, strict=True)
+    for _ in range(4):
+        graphed(X).sum().backward()
+    assert module.seen == 4 and graphed.stats.replayed == 3 and graphed.stats.captured == 2
 
 
 def test_a_failed_capture_is_not_tried_again_because_eager_calls_assign():
