@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 484,
     "commands": 220,
     "cli": 121,
-    "tests": 44726,
+    "tests": 44727,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is
