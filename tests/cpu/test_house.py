@@ -510,7 +510,7 @@ STATEMENTS = {
     "parallel": 3361,
     "models": 1823,
     "viz": 337,
-    "integrations": 1525,
+    "integrations": 1526,
     "train": 9001,
     "verification": 840,
     "bench": 484,

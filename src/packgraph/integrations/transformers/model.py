@@ -57,6 +57,7 @@ from packgraph.ops.log_probabilities import (
 from packgraph.ops.loss import IGNORED, check_count, is_word, linear_cross_entropy, token_count
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.tensor import own_rows
 from packgraph.parallel.vocabulary import (
     all_rows,
     embed,
@@ -299,11 +300,8 @@ class PackedModel(SharedRows, nn.Module):
         if isinstance(embedding.weight, DTensor):  # its module is not called
             hidden = embed(tokens, padding, embedding.weight, split_rows=self.split_rows)[None]
             if self.split_rows:
-                mesh = embedding.weight.device_mesh
-                tokens, padding, legal = (
-                    rows.chunk(mesh.size())[mesh.get_local_rank()]
-                    for rows in (tokens, padding, legal)
-                )
+                mesh, whole = embedding.weight.device_mesh, (tokens, padding, legal)
+                tokens, padding, legal = (own_rows(rows, mesh) for rows in whole)
             scale = getattr(embedding, "embed_scale", 1.0)  # as its own forward has it
             hidden = hidden * (scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
             if embedding.padding_idx is not None:  # a row that is read and never trained
