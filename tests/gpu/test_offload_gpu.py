@@ -133,6 +133,7 @@ HASTY = """
 import pytest, torch
 import test_offload_gpu as this
 expected = this.train(this.settings(), **this.BF16)[0]
+this.SPIN *= 30  # longer than a busy host takes to launch what should wait
 with pytest.MonkeyPatch.context() as patch:
     this.slow(patch, "back")
     wait = this.CudaCopyStreams.wait

@@ -386,7 +386,8 @@ class VariantBuild:
         }
         first = self._originals(later) | saved
         reads = first | reads
-        generators = self.slot.backend.generators() if forward.uses.draws else []
+        device = self.slot.backend.device_type  # graphs of a device draw from none of the host
+        generators = [g for g in self.slot.backend.generators() if g.device.type == device]
         return Context(
             partial(self.program.run, forward.run),
             self.changed,
@@ -397,7 +398,7 @@ class VariantBuild:
             [tensor.data_ptr() for tensor in first.values()],
             list(writes.values()),
             list(counted.values()),
-            generators,
+            generators if forward.uses.draws else [],
             [
                 number
                 for number, (entry, leaf) in enumerate(
