@@ -89,11 +89,16 @@ def compiled_stack(
     """A decoder compiled for static shapes: embedding, layers and head each for itself (regional
     compilation), so that all layers share one piece of code. backend, mode: as for
     torch.compile."""
-    make: Callable[..., Any] | None = None
-    if backend != "inductor" or mode is not None:
-        make = partial(torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False)
-    compiler, pieces = Compiler("inductor", Stats(), make), compile_units_of(model.stages())
-    return OtherStack(model, [Stage("module", 0, partial(compiler.run, pieces))])
+
+    class ByTorch(Compiler):
+        def compiled(self, function: Callable[..., Any]) -> Any:
+            return torch.compile(
+                function, backend=backend, mode=mode, fullgraph=True, dynamic=False
+            )
+
+    compiler = (ByTorch if mode or backend != "inductor" else Compiler)("inductor", Stats())
+    run = partial(compiler.run, compile_units_of(model.stages()))
+    return OtherStack(model, [Stage("module", 0, run)])
 
 
 @dataclass(frozen=True)
@@ -412,11 +417,12 @@ def make_way(name: str, setting: Setting) -> Way:
     if kind == "eager":
         return Way(name, setting.work.by(model))
     if kind == "compile":
-        stack = layer_stack(model, compiled_layers(model, setting.compiler))
-        return Way(name, setting.work.by(stack))
+        return Way(
+            name, setting.work.by(layer_stack(model, compiled_layers(model, setting.compiler)))
+        )
     if kind == "reduce-overhead":
-        stack = compiled_stack(model, mode="reduce-overhead")
-        return Way(name, setting.work.by(stack), (setting.capacity,), overwrites=True)
+        by = setting.work.by(compiled_stack(model, mode=kind))
+        return Way(name, by, (setting.capacity,), overwrites=True)
     capacities = setting.buckets if kind == "auto" else (setting.capacity,)
     compile = setting.compiler if "compile" in further else False
     granularity = "layer" if kind == "layer" else "chunk"

@@ -188,9 +188,7 @@ def tokenize(asked) -> dict:
             for number, source in enumerate(sources):
                 began, used = time.perf_counter(), time.process_time()
                 target = root / f"shards-{workers}-{number}"
-                build_shards(
-                    source, target, workers=workers, rows_per_shard=500, tell=lambda _: None
-                )
+                build_shards(source, target, workers=workers, rows_per_shard=500)
                 seconds.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - used)
             if workers == 1:  # its worker is a thread

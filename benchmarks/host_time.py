@@ -74,7 +74,7 @@ def main() -> None:
             ways=("chunk",),
         )
         model = build_part(
-            options.part, shape(options.model, options.layers), device, dtype_on(device)
+            options.part, shape(asked.model, options.layers), device, dtype_on(device)
         )
         zero_gradients([model])
         bench = StepComparison(options, tokens, model, device, Deadline(None))

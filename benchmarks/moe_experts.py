@@ -98,12 +98,12 @@ class Session:
         captured = capture(several)
         times = []
         for _ in range(ROUNDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             captured.replay()
             end.record()
             end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / CALLS)
+            times.append(1e3 * start.elapsed_time(end) / CALLS)
         return statistics.median(times)
 
 
@@ -191,7 +191,7 @@ def check_experts(session: Session, shape: Shape) -> Row:
     }
     for leaf, (name, parameter) in zip(leaves[2:], experts.named_parameters(), strict=True):
         pairs[name] = (parameter.grad, leaf.grad)
-    found = {name: distance(*pair) for name, pair in pairs.items()}
+    found = {name: distance(one, other) for name, (one, other) in pairs.items()}
     unused = all(not parameter.grad[::5].any() for parameter in experts.parameters())
     return {
         "distances": found,

@@ -386,8 +386,11 @@ class VariantBuild:
         }
         first = self._originals(later) | saved
         reads = first | reads
-        device = self.slot.backend.device_type  # graphs of a device draw from none of the host
-        generators = [g for g in self.slot.backend.generators() if g.device.type == device]
+        generators = [  # graphs of a device draw from none of the host
+            each
+            for each in self.slot.backend.generators()
+            if forward.uses.draws and each.device.type == self.slot.backend.device_type
+        ]
         return Context(
             partial(self.program.run, forward.run),
             self.changed,
@@ -398,7 +401,7 @@ class VariantBuild:
             [tensor.data_ptr() for tensor in first.values()],
             list(writes.values()),
             list(counted.values()),
-            generators if forward.uses.draws else [],
+            generators,
             [
                 number
                 for number, (entry, leaf) in enumerate(

@@ -317,13 +317,14 @@ class Compiler:
         shared = (type(piece.owner), piece.methods, getattr(piece.owner, "precision", None))
         key = (shared, getattr(piece.owner, "training", None), shapes_of(state))
         if key not in self._code:
-            self._code[key] = self._compiled(chain(piece))
+            self._code[key] = self.compiled(chain(piece))
             self._shapes[shared] = self._shapes.get(shared, 0) + 1
             if self._shapes[shared] > 1:
                 self.stats.recompiles[f"{piece.name}: other inputs"] += 1
         return self._code[key]
 
-    def _compiled(self, function: Code) -> Code:
+    def compiled(self, function: Code) -> Code:
+        """The compiled code of a function, for one bucket."""
         this = weakref.ref(self)
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
