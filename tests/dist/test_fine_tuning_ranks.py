@@ -22,7 +22,7 @@ def losses(run: Path) -> list[float]:
 
 
 SHARD = ("--parallel.shard", "parameters")
-PIPELINE = ("--parallel.pp", "2")
+PIPELINE, TENSOR = ("--parallel.pp", "2"), ("--parallel.tp", "2")
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,18 @@ PIPELINE = ("--parallel.pp", "2")
         (("--lora.rank", "1", *SHARD), ()),
         (("--lora.rank", "4"), PIPELINE),
         (("--lora.rank", "4", "--lora.dora", *SHARD), PIPELINE),
+        (("--lora.rank", "4"), TENSOR),
+        (
+            ("--lora.rank", "4", "--lora.targets", "q_proj,down_proj"),
+            (*TENSOR, "--parallel.sequence", "false"),
+        ),
     ],
     ids=" ".join,
 )
 def test_ranks_train_as_one_process_does(
     given: tuple[str, ...], spread: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = tiny_model(tmp_path / "model")
+    model = tiny_model(tmp_path / "model", num_key_value_heads=2)
     alone = train(tmp_path / "one", model, *given)
     options = words(tmp_path / "two", model, *given, *spread, "--graph.strict", steps=4)
     environment = os.environ | {
@@ -53,7 +58,7 @@ def test_ranks_train_as_one_process_does(
         capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    assert ("pp 2" if spread else "dp 2") in found.stderr
+    assert f"{spread[0][-2:] if spread else 'dp'} 2" in found.stderr
     both = tmp_path / "two" / "runs" / "mine"
     assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
     train(tmp_path / "two", model, *given, "--resume")

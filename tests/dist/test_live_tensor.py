@@ -22,9 +22,9 @@ TENSOR = Layout(dp=1, tp=2)
 UNLISTED = (
     *("arcee", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "glm"),
     *("ministral", "minimax_m2", "olmoe", "qwen2_moe", "seed_oss", "starcoder2"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
 )
 REFUSED = {
-    **dict.fromkeys(("gemma2", "gemma3_text"), "its logits have a soft cap"),
     **dict.fromkeys(("gpt2", "gpt_oss", "bamba", "falcon_h1", "nemotron_h"), "has no plan"),
     **dict.fromkeys(("granitemoe", "hunyuan_v1_dense", "persimmon"), "has no plan"),
     "apertus": r"does not name model.layers.0.mlp.act_fn \(alpha_p, alpha_n\)",

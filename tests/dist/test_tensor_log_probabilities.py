@@ -33,31 +33,37 @@ def case(words, label=None):
     return hidden, weight, labels, torch.randn(2, 10)
 
 
-def of_a_split_head(mesh, words, chunk, split_rows, entropy, label=None):
+def of_a_split_head(mesh, words, chunk, split_rows, entropy, label=None, softcap=0.0):
     hidden, weight, labels, given = case(words, label)
     head = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
     part = (hidden.chunk(2)[mesh.rank] if split_rows else hidden).requires_grad_()
-    found = head_log_probabilities(part, head, labels, entropy, chunk)
+    found = head_log_probabilities(part, head, labels, entropy, chunk, softcap=softcap)
     found.backward(given if entropy else given[0])
     return found.detach(), part.grad, head.grad.full_tensor()
 
 
-def of_a_whole_head(words, entropy, label=None):
+def of_a_whole_head(words, entropy, label=None, softcap=0.0):
     hidden, weight, labels, given = case(words, label)
     live = hidden.masked_fill((labels == -100)[:, None], 0.0).requires_grad_()
     weight.requires_grad_()
-    found = naive_log_probabilities(live @ weight.t(), labels, entropy=entropy)
+    found = naive_log_probabilities(live @ weight.t(), labels, softcap=softcap, entropy=entropy)
     found.backward(given if entropy else given[0])
     return found.detach(), live.grad, weight.grad
 
 
 @pytest.mark.parametrize(
-    ("words", "chunk", "split_rows", "entropy"),
-    [(8, None, False, False), (9, 3, True, False), (9, 4, False, True), (8, None, True, True)],
+    ("words", "chunk", "split_rows", "entropy", "softcap"),
+    [
+        (8, None, False, False, 0.0),
+        (9, 3, True, False, 2.0),
+        (9, 4, False, True, 2.0),
+        (8, None, True, True, 0.0),
+    ],
 )
-def test_a_split_head_equals_the_specification(words, chunk, split_rows, entropy):
-    results = run_ranks(of_a_split_head, 2, words, chunk, split_rows, entropy, layout=TP2)
-    expected, of_hidden, of_head = of_a_whole_head(words, entropy)
+def test_a_split_head_equals_the_specification(words, chunk, split_rows, entropy, softcap):
+    how = (words, chunk, split_rows, entropy, None, softcap)
+    results = run_ranks(of_a_split_head, 2, *how, layout=TP2)
+    expected, of_hidden, of_head = of_a_whole_head(words, entropy, None, softcap)
     for rank, (found, part_gradient, head_gradient) in enumerate(results):
         assert torch.equal(found, results[0][0]) and found.dtype == torch.float32
         torch.testing.assert_close(found, expected, **TOLERANCE)

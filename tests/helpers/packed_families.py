@@ -401,6 +401,25 @@ ANY_SIZES = {
 }
 
 
+# Of families whose layers need more than small sizes.
+DELTA = {
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    "linear_num_key_heads": 2,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}
+OF_KINDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), DELTA),
+    "kimi_linear": {
+        **DELTA,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "num_key_value_heads": 4,
+    },
+    "deepseek_v2": {"num_key_value_heads": 4},
+}
+
+
 def any_decoder(kind: str, **changes: Any) -> nn.Module:
     """A small decoder of any `model_type`, by the entries that its config has. changes: of its
     config."""
@@ -414,4 +433,5 @@ def any_decoder(kind: str, **changes: Any) -> nn.Module:
         if getattr(usual, name, None):
             sizes[name] = list(getattr(usual, name))[:2]
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(made(**{**sizes, **changes})).float()
+    sizes |= OF_KINDS.get(kind, {}) | changes
+    return transformers.AutoModelForCausalLM.from_config(made(**sizes)).float()

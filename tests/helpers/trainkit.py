@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
@@ -138,14 +140,34 @@ def finished(*arguments: Any, resume: bool = False, **options: Any) -> Iterator[
         yield run
 
 
-def ran(
-    *arguments: Any, stop: StopRequest | None = None, resume: bool = False, **options: Any
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """Runs compile by torch's tracing compiler, not the one that generates code, which is slow."""
+
+    def tracing(*modules: Any, compile: bool, **options: Any) -> Any:
+        return graph(*modules, compile="aot_eager" if compile else False, **options)
+
+    torch._dynamo.reset()
+    with mock.patch("packgraph.train.strategies.graph", tracing):
+        yield
+    torch._dynamo.reset()
+
+
+def ended(
+    run: Trainer, stop: StopRequest | None = None, resume: bool = False
 ) -> tuple[Trainer, dict[str, Any]]:
     """A trainer after its run, closed, and its summary. resume: from the newest checkpoint."""
-    with contextlib.closing(trainer(*arguments, **options)) as run:
+    with contextlib.closing(run):
         if resume:
             run.resume()
         return run, run.run(StopRequest() if stop is None else stop)
+
+
+def ran(
+    *arguments: Any, stop: StopRequest | None = None, resume: bool = False, **options: Any
+) -> tuple[Trainer, dict[str, Any]]:
+    """The same of the trainer of these arguments."""
+    return ended(trainer(*arguments, **options), stop, resume)
 
 
 def goes_on(folder: Path, config: TrainConfig, **options: Any) -> dict[str, torch.Tensor]:

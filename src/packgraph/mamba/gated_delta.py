@@ -1,4 +1,6 @@
-"""The gated delta rule on packed documents (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
+"""The gated delta rule on packed documents (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), and
+Kimi Delta Attention, whose decays are one for each channel of the keys (Kimi Linear, 2025,
+arXiv:2510.26692).
 
     state = exp(g[t]) * state;  state += k[t] (outer) beta[t] * (v[t] - k[t] state);  y[t] = q[t] state
 
@@ -13,11 +15,19 @@ comparison of ids, as in mamba/ssd.py:
 
 Sums of decays start anew with every document, and exponents are masked before exp. States and sums
 are float32 (float64 in float64). These are single operations; nothing waits for the host.
+
+One decay a head is a factor of the product q k. Decays of channels are not: rows meet the keys of
+blocks before theirs by way of their block's first row, from where both exponents are at most zero,
+and those of their own block one by one.
 """  # noqa: E501
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK = 16  # rows whose decays of channels are taken one by one
 
 
 def gated_delta(
@@ -32,10 +42,10 @@ def gated_delta(
     """The recurrence above for every head: y [T, Hv, V], dtype of v; zero in padding.
 
     q, k: [T, Hk, K], scaled and normalised by the caller. v: [T, Hv, V]; Hv is a multiple of Hk,
-    value head h reads key head h // (Hv / Hk). g, beta: [T, Hv]; g is not positive. document_ids:
-    int32 [T], -1 = padding, the rows of a document one after another. chunk: Q >= 1; the result
-    does not depend on it but for rounding. What stands in padding reaches nothing. Raises
-    ValueError for shapes that do not fit together.
+    value head h reads key head h // (Hv / Hk). g: [T, Hv], or [T, Hv, K] for a decay of every
+    channel; not positive. beta: [T, Hv]. document_ids: int32 [T], -1 = padding, the rows of a
+    document one after another. chunk: Q >= 1; the result does not depend on it but for rounding.
+    What stands in padding reaches nothing. Raises ValueError for shapes that do not fit together.
     """
     _check(q, k, v, g, beta, document_ids)
     tokens, wide = v.shape[0], torch.promote_types(v.dtype, torch.float32)
@@ -56,18 +66,23 @@ def gated_delta(
     goes_on = ((ids == carried[:, None]) & (ids >= 0))[:, None]  # [chunks, 1, Q]
     leaves = (ids == ids[:, -1:])[:, None]
     joined = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]  # [chunks, 1, Q, Q]
-    total = (joined * g[:, :, None, :]).sum(-1)  # from the document's first row in the chunk
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~joined, -torch.inf).exp()
-    entered = total.masked_fill(~goes_on, -torch.inf).exp()[..., None]
-    left = (total[..., -1:] - total).masked_fill(~leaves, -torch.inf).exp()[..., None]
-    through = entered[..., -1, :, None]  # of the state, to the chunk's end
     written = k * beta[..., None]
-    mixed = torch.eye(chunk, dtype=wide, device=v.device) + (written @ k.mT * between).tril(-1)
+    if g.dim() == 4:
+        total = joined.to(wide) @ g  # from the document's first row in the chunk
+        solve, scores = _by_channel(torch.stack((written, q)), k, total, ids).unbind()
+    else:
+        total = (joined * g[:, :, None, :]).sum(-1)[..., None]
+        between = (total - total.mT).masked_fill(~joined, -torch.inf).exp()
+        solve, scores = written @ k.mT * between, q @ k.mT * between
+    entered = total.masked_fill(~goes_on[..., None], -torch.inf).exp()
+    left = (total[..., -1:, :] - total).masked_fill(~leaves[..., None], -torch.inf).exp()
+    through = entered[..., -1, :, None]  # of the state, to the chunk's end
+    mixed = torch.eye(chunk, dtype=wide, device=v.device) + solve.tril(-1)
     solved = torch.linalg.solve_triangular(
         mixed, torch.cat((v_in * beta[..., None], written * entered), -1), upper=False
     )
     values, reads = solved.split((v.shape[2], k.shape[-1]), dim=-1)
-    scores, queries, keys = q @ k.mT * between, q * entered, (k * left).mT
+    queries, keys = q * entered, (k * left).mT
     state = v_in.new_zeros(v.shape[1], k.shape[-1], v.shape[2])
     found = []
     for number in range(ids.shape[0]):
@@ -76,6 +91,33 @@ def gated_delta(
         state = through[number] * state + keys[number] @ made
     y = torch.stack(found).transpose(1, 2).flatten(0, 1)[:tokens]
     return torch.where(live[:tokens, None, None], y, 0).to(v.dtype)
+
+
+def _by_channel(rows: Tensor, keys: Tensor, total: Tensor, ids: Tensor) -> Tensor:
+    """Products of rows with the keys of their document up to them, each channel decayed from key to
+    row: [..., chunks, H, Q, Q], else zero. rows: [..., chunks, H, Q, K]. keys, total: without the
+    first dimensions of rows. ids: [chunks, Q]."""
+    chunk = ids.shape[1]
+    block = math.gcd(chunk, BLOCK)
+    blocks = chunk // block
+
+    def cut(x: Tensor) -> Tensor:
+        return x.unflatten(-2, (blocks, block))
+
+    own, first = ids.unflatten(1, (blocks, block)), ids[:, ::block, None]
+    begun, sums = total[..., ::block, None, :], cut(total)
+    places = torch.arange(chunk, device=ids.device)
+    earlier = (ids[:, None] == first) & (places < places[::block, None])  # [chunks, blocks, Q]
+    down = (sums - begun).masked_fill((own != first)[:, None, ..., None], -torch.inf).exp()
+    up = begun - total[..., None, :, :]
+    up = up.masked_fill(~earlier[:, None, ..., None], -torch.inf).exp() * keys[..., None, :, :]
+    far = (cut(rows) * down) @ up.mT  # [..., blocks, block, Q]
+    same = (own[..., :, None] == own[..., None, :]).tril()[:, None, ..., None]
+    apart = (sums[..., :, None, :] - sums[..., None, :, :]).masked_fill(~same, -torch.inf).exp()
+    near = torch.einsum("...ik,...jk,...ijk->...ij", cut(rows), cut(keys), apart)
+    diagonal = torch.eye(blocks, dtype=far.dtype, device=far.device)[:, None, :, None]
+    both = far.unflatten(-1, (blocks, block)) + diagonal * near[..., None, :]
+    return both.flatten(-2).flatten(-3, -2)
 
 
 def naive_gated_delta(
@@ -91,7 +133,7 @@ def naive_gated_delta(
             continue
         state = torch.zeros_like(state) if number != last else state
         last = number
-        state = state * g[row, :, None, None].exp()
+        state = state * g[row].view(v.shape[1], -1, 1).exp()
         missing = v[row] - torch.einsum("hk,hkv->hv", k[row], state)
         state = state + torch.einsum("hk,hv->hkv", k[row], missing * beta[row, :, None])
         rows.append(torch.einsum("hk,hkv->hv", q[row], state))
@@ -102,7 +144,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_id
     if not (
         q.shape == k.shape
         and q.dim() == v.dim() == 3
-        and g.shape == beta.shape == v.shape[:2]
+        and beta.shape == v.shape[:2]
+        and g.shape in (v.shape[:2], (*v.shape[:2], k.shape[2]))
         and q.shape[0] == v.shape[0] == document_ids.shape[0]
         and v.shape[1] % k.shape[1] == 0
     ):

@@ -65,16 +65,21 @@ def _filling(legal: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def head_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`linear_cross_entropy` for a head that may be a DTensor with its rows (the vocabulary) split
     over ranks.
 
-    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns 0-d
-    float32, equal on all ranks. Raises ValueError for a head that is split in another way.
+    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. softcap:
+    bound on the logits, 0 is none. Returns 0-d float32, equal on all ranks. Raises ValueError for a
+    head that is split in another way.
     """
     if not isinstance(weight, DTensor):
-        return linear_cross_entropy(hidden, weight, labels, chunk)
+        return linear_cross_entropy(hidden, weight, labels, chunk, softcap=softcap)
     whole, own = _operands(hidden, weight, labels)
     wanted = (
         torch.is_grad_enabled() and whole.requires_grad,
@@ -88,6 +93,7 @@ def head_cross_entropy(
         _first_word(weight),
         weight.shape[0],
         weight.device_mesh.get_group(),
+        softcap,
         *wanted,
     )
 
@@ -98,16 +104,19 @@ def head_log_probabilities(
     labels: Tensor,
     entropy: bool = False,
     chunk: int | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`linear_log_probabilities` for a head that may be a DTensor with its rows (the vocabulary)
     split over ranks.
 
-    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns
-    float32 [T], or [2, T] with entropies, equal on all ranks, and so must its gradient be. Raises
-    ValueError for a head that is split in another way.
+    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. softcap:
+    bound on the logits, 0 is none. Returns float32 [T], or [2, T] with entropies, equal on all
+    ranks, and so must its gradient be. Raises ValueError for a head that is split in another way.
     """
     if not isinstance(weight, DTensor):
-        return linear_log_probabilities(hidden, weight, labels, chunk, entropy=entropy)
+        return linear_log_probabilities(
+            hidden, weight, labels, chunk, softcap=softcap, entropy=entropy
+        )
     whole, own = _operands(hidden, weight, labels)
     return _SplitLogProbabilities.apply(
         whole,
@@ -118,7 +127,16 @@ def head_log_probabilities(
         weight.shape[0],
         weight.device_mesh.get_group(),
         entropy,
+        softcap,
     )
+
+
+def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Logits within a soft cap, and their slope; as they are, and None, where there is none."""
+    if not softcap:
+        return logits, None
+    share = torch.tanh(logits / softcap)
+    return share * softcap, 1 - share.square()
 
 
 def _operands(hidden: Tensor, weight: DTensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +192,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         first_word: int,
         words: int,
         group: dist.ProcessGroup,
+        softcap: float,
         want_hidden: bool,
         want_weight: bool,
     ) -> Tensor:
@@ -184,10 +203,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            logits = (chunk_hidden @ weight.t()).float()
+            logits, slope = _capped((chunk_hidden @ weight.t()).float(), softcap)
             word = labels[part, None] - first_word
             illegal = torch.where(is_word(labels[part, None], words), 0.0, torch.nan)
             losses[part], grad_logits = _chunk(logits, word, counted, illegal, group)
+            grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
@@ -203,17 +223,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            scaled(grad_hidden, grad),
-            scaled(grad_weight, grad),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), *[None] * 8
 
 
 def _chunk(
@@ -267,6 +277,7 @@ class _SplitLogProbabilities(torch.autograd.Function):
         words: int,
         group: dist.ProcessGroup,
         entropy: bool,
+        softcap: float,
     ) -> Tensor:
         found = torch.empty((2, *labels.shape), dtype=torch.float32, device=labels.device)
         # Of all words: the highest logit, the logarithm of the sum of exponentials over it, and
@@ -276,6 +287,7 @@ class _SplitLogProbabilities(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             logits = (hidden[part].masked_fill(~counted, 0.0) @ weight.t()).float()
+            logits, _ = _capped(logits, softcap)
             word = labels[part, None] - first_word
             found[0, part], known = _log_probabilities(logits, word, counted, group, entropy)
             facts[:, part], found[1, part] = known, known[2]
@@ -283,6 +295,7 @@ class _SplitLogProbabilities(torch.autograd.Function):
         found = torch.where(legal, found, torch.nan).masked_fill(labels == IGNORED, 0.0)
         ctx.save_for_backward(hidden, weight, labels, facts)
         ctx.rows, ctx.first_word, ctx.words, ctx.entropy = rows, first_word, words, entropy
+        ctx.softcap = softcap
         return found if entropy else found[0]
 
     @staticmethod
@@ -295,15 +308,17 @@ class _SplitLogProbabilities(torch.autograd.Function):
             illegal = counted & ~is_word(labels[part, None], ctx.words)
             # A row that does not count has no gradient, whatever comes in.
             given = grad[..., part, None].masked_fill(~counted, 0.0)
+            logits, slope = _capped(products.float(), ctx.softcap)
             gradient = _log_probability_gradient(
-                products.float(),
+                logits,
                 _own_targets(labels[part, None] - ctx.first_word, counted, weight.shape[0]),
                 facts[:, part, None],
                 tuple(given) if ctx.entropy else (given, None),
             )
+            gradient = gradient if slope is None else gradient.mul_(slope)
             return gradient.masked_fill_(illegal, torch.nan)
 
-        return *gradients_by_chunk(ctx, hidden, weight, labels, found), *[None] * 6
+        return *gradients_by_chunk(ctx, hidden, weight, labels, found), *[None] * 7
 
 
 def _log_probabilities(

@@ -71,7 +71,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
     parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
-    if config.lora.enabled and mesh.size("pp") == 1:
+    if config.lora.enabled and mesh.size("pp") * mesh.size("tp") == 1:
         return _spread([build_model(config, device)], config, mesh)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]

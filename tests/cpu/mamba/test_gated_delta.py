@@ -11,7 +11,8 @@ LENGTHS = {"one": [20], "many": [3, 1, 9, 4], "borders": [4, 8, 4], "padding": [
 ROWS = 20
 
 
-def inputs(seed=0, key_heads=2):
+def inputs(seed=0, key_heads=2, channels=()):
+    """channels: of decays, (6,) for one of each channel."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -19,7 +20,7 @@ def inputs(seed=0, key_heads=2):
 
     q, k, v = draw(ROWS, key_heads, 6), draw(ROWS, key_heads, 6), draw(ROWS, 4, 5)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    return [q, k, v, -draw(ROWS, 4).exp(), draw(ROWS, 4).sigmoid()]
+    return [q, k, v, -draw(ROWS, 4, *channels).exp(), draw(ROWS, 4).sigmoid()]
 
 
 def ids_of(lengths):
@@ -36,9 +37,9 @@ def run(function, tensors, ids, *options):
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 32])
-@pytest.mark.parametrize("key_heads", [1, 4])
-def test_chunks_equal_rows(name, chunk, key_heads):
-    ids, tensors = ids_of(LENGTHS[name]), inputs(key_heads=key_heads)
+@pytest.mark.parametrize(("key_heads", "channels"), [(1, ()), (4, ()), (4, (6,)), (2, (6,))])
+def test_chunks_equal_rows(name, chunk, key_heads, channels):
+    ids, tensors = ids_of(LENGTHS[name]), inputs(key_heads=key_heads, channels=channels)
     found = run(gated_delta, tensors, ids, chunk)
     if not LENGTHS[name]:
         assert all((x == 0).all() for x in found)
@@ -47,10 +48,11 @@ def test_chunks_equal_rows(name, chunk, key_heads):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-def test_documents_reach_each_other_in_no_bit_and_padding_reaches_nothing():
-    ids, tensors = ids_of([3, 9, 4]), inputs()
+@pytest.mark.parametrize("channels", [(), (6,)])
+def test_documents_reach_each_other_in_no_bit_and_padding_reaches_nothing(channels):
+    ids, tensors = ids_of([3, 9, 4]), inputs(channels=channels)
     before = run(gated_delta, tensors, ids, 4)
-    for tensor, other in zip(tensors, inputs(seed=1)):
+    for tensor, other in zip(tensors, inputs(seed=1, channels=channels)):
         tensor[3:12] = other[3:12]
         tensor[16:] = torch.nan
     after = run(gated_delta, tensors, ids, 4)
@@ -59,8 +61,9 @@ def test_documents_reach_each_other_in_no_bit_and_padding_reaches_nothing():
         assert (other[16:] == 0).all() and not torch.equal(one[3:12], other[3:12])
 
 
-def test_strong_decays_do_not_overflow():
-    ids, tensors = ids_of([20]), inputs()
+@pytest.mark.parametrize("channels", [(), (6,)])
+def test_strong_decays_do_not_overflow(channels):
+    ids, tensors = ids_of([20]), inputs(channels=channels)
     tensors[3] = tensors[3] * 1000
     found = run(gated_delta, tensors, ids, 8)
     for ours, theirs in zip(found, run(naive_gated_delta, tensors, ids)):

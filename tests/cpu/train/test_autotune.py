@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, RandomPacks, ended, state_of, tiny, trainer
 
 from packgraph.graphs.backend import Stopwatch
 from packgraph.graphs.graphed import Control, control, graph
@@ -135,13 +135,11 @@ def train(folder, settings, hands=None):
     )
     if hands is not None:
         run.executor.autotune.clock = Stopwatch(CPU, hands.read)
-    summary = run.run(StopRequest())
-    state = state_of(run)
+    _, summary = ended(run)
     log = (folder.parent / "log").read_text()
     stats = run.executor.graphed[0].stats if settings.graph.enabled else None
-    run.close()
     return (
-        state,
+        state_of(run),
         [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
         summary,
         log,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from trainkit import CPU, equal, state_of, tiny, trainer
+from trainkit import CPU, ended, equal, state_of, tiny, trainer
 
 from packgraph.graphs.checks import random_state
 from packgraph.parallel.heartbeat import Whereabouts, is_broken_connection
@@ -146,11 +146,7 @@ def go(folder: Path, config: TrainConfig, spoil: int = -1) -> Trainer:
         return going
 
     run._one_step = stepped  # type: ignore[method-assign]
-    try:
-        run.run(StopRequest())
-    finally:
-        run.close()
-    return run
+    return ended(run)[0]
 
 
 def settings(background: bool = True, **more: Any) -> TrainConfig:
@@ -348,11 +344,10 @@ def test_a_way_back_waits_for_the_newest_checkpoint(
             return one_step()
 
         run._one_step = stepped  # type: ignore[method-assign]
-        assert run.run(StopRequest())["spikes"]["rolled_back"] == 1
+        assert ended(run)[1]["spikes"]["rolled_back"] == 1
         assert "Back to" in (tmp_path / "log").read_text()
         assert "step-00000003 (" in (tmp_path / "log").read_text()
         ends[way] = state_of(run)
-        run.close()
     equal(ends[True], ends[False])
 
 

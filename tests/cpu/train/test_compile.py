@@ -6,13 +6,11 @@ import random
 
 import pytest
 import torch
-from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
+from trainkit import CAPACITIES, RandomPacks, ran, state_of, tiny, traced, trainer
 
-from packgraph.graphs.graphed import graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.config.sections import GraphConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 
 NEVER = 10**6
 TWO = CAPACITIES[:2]
@@ -30,27 +28,15 @@ class Packs(RandomPacks):
 
 
 def train(folder, **options):
-    """State at the end, losses, and the summary; with torch's tracing compiler, not the one that
-    generates code."""
+    """State at the end, losses, and the summary."""
     config = tiny(graph=True, steps=5)
     config = dataclasses.replace(
         config, graph=dataclasses.replace(config.graph, compile=True, capacities=TWO, **options)
     )
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "packgraph.train.strategies.graph",
-            lambda *args, compile, **options: graph(
-                *args, compile="aot_eager" if compile else False, **options
-            ),
-        )
-        run = trainer(folder, config, Packs())
-        summary = run.run(StopRequest())
-    state = state_of(run)
-    run.close()
-    torch._dynamo.reset()
+    with traced():
+        run, summary = ran(folder, config, Packs())
     return (
-        state,
+        state_of(run),
         [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
         summary,
     )

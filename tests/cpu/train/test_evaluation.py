@@ -17,7 +17,7 @@ from evalkit import (
     perplexity,
     rows,
 )
-from trainkit import StopAfter, equal, state_of
+from trainkit import StopAfter, ended, equal, state_of
 
 from packgraph.train.checkpoint.state_file import CheckpointError, checkpoints_by_step
 from packgraph.train.checkpoint.writer import best_checkpoint, load_state
@@ -29,7 +29,6 @@ from packgraph.train.data.order import SourcePart
 from packgraph.train.evaluation import STOPPED_EARLY, Best
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
-from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import COMPLETED
 
 KINDS = {
@@ -44,12 +43,7 @@ SHARE = EvalConfig(every=2, share=0.2)
 def run(folder, options, stop=None, resume=False):
     """A run's trainer and its summary, after it has ended."""
     one = made(folder, replace(options, run=replace(options.run, resume=resume)))
-    try:
-        if resume:
-            one.resume()
-        return one, one.run(stop or StopRequest())
-    finally:
-        one.close()
+    return ended(one, stop, bool(resume))
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,7 @@ def test_evaluations_replay_graphs_once_there_are_any(tmp_path):
         return found
 
     one.executor.evaluate = counted
-    summary = one.run(StopRequest())
-    one.close()
+    _, summary = ended(one)
     last = sum(packs for step, packs, *_ in counts if step == 8)
     assert summary["evaluation"]["replayed"] == last and not summary["evaluation"]["fallbacks"]
     assert {step for step, *_ in counts} == {2, 4, 6, 8}
@@ -225,8 +218,7 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
     options = config(data, SHARE, graph=False, keep_checkpoints=1, steps=12)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, math.nan, 2.0, 2.1])
-    summary = one.run(StopRequest())
-    one.close()
+    _, summary = ended(one)
     folder = tmp_path / "run" / "checkpoints"
     assert best_checkpoint(folder).name == "step-00000004"
     assert [path.name for path in checkpoints_by_step(folder)] == ["step-00000012", "step-00000004"]
@@ -242,8 +234,7 @@ def test_a_run_goes_on_from_the_best_checkpoint(tmp_path):
     options = config(data, SHARE, graph=False, steps=8, keep_checkpoints=2)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, 2.6])
-    one.run(StopRequest())
-    one.close()
+    ended(one)
     tensors = state_of(one)
     again, _ = run(tmp_path / "run", options, resume="best")
     equal(tensors, state_of(again))
@@ -263,8 +254,7 @@ def test_a_run_stops_early_and_goes_on_when_asked(tmp_path):
     options = config(data, replace(SHARE, patience=2), graph=False, steps=12)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, 2.0, 1.0])
-    summary = one.run(StopRequest())
-    one.close()
+    _, summary = ended(one)
     assert summary["ended"] == f"{STOPPED_EARLY}: no better evaluation since step 4"
     assert one.step == 8 == summary["steps"] and "exit_code" not in summary
     assert read_json(tmp_path / "run" / SUMMARY)["evaluation"]["in_vain"] == 2

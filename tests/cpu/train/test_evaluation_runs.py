@@ -11,11 +11,10 @@ import torch
 from evalkit import config, documents, made, rows
 from safetensors.torch import load_file
 from shardkit import shards_of
-from trainkit import equal, state_of
+from trainkit import ended, equal, state_of, traced
 from tuningkit import tiny_model, train
 
 from packgraph import cli
-from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.ranks import Launch
@@ -29,7 +28,6 @@ from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.launch import closing_lines, next_commands, prepare
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 SHARE = EvalConfig(every=2, share=0.2)
@@ -90,9 +88,7 @@ def test_folders_of_a_mixture_have_losses_of_their_own(tmp_path: Path) -> None:
     options = config("later", SHARE, graph=False, steps=4)
     mixture = (f"{folders[0]}=0.5", f"{folders[1]}=0.5")
     data = dataclasses.replace(options.data, source="shards", path=None, mixture=mixture)
-    run = made(tmp_path / "run", dataclasses.replace(options, data=data))
-    run.run(StopRequest())
-    run.close()
+    ended(made(tmp_path / "run", dataclasses.replace(options, data=data)))
     row = rows(tmp_path / "run")[-1]
     low, high = (row[f"eval_loss/{folder}"] for folder in folders)
     assert min(low, high) < row["eval_loss"] < max(low, high) and low != high
@@ -120,9 +116,7 @@ def test_paths_of_every_kind_are_read(tmp_path: Path) -> None:
 def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> None:
     options = config(documents(tmp_path / "data.jsonl"), SHARE, steps=4)
     eager = dataclasses.replace(options.graph, enabled=False)
-    reference = made(tmp_path / "other", dataclasses.replace(options, graph=eager))
-    reference.run(StopRequest())
-    reference.close()
+    ended(made(tmp_path / "other", dataclasses.replace(options, graph=eager)))
     run = made(tmp_path / "run", options)
 
     class Tuned:
@@ -144,11 +138,10 @@ def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> No
     tuned.choices = {capacity: Choice(EAGER) for capacity in run.executor.bank()}
     tuned.whole_steps = False
     run.executor.autotune = tuned
-    summary = run.run(StopRequest())
+    _, summary = ended(run)
     assert summary["evaluation"]["replayed"] == 0 and summary["evaluation"]["fallbacks"] > 0
     assert set(summary["fallbacks"]) == {"warm-up", FASTER}
     assert rows(tmp_path / "run")[3]["eval_loss"] == rows(tmp_path / "other")[3]["eval_loss"]
-    run.close()
 
 
 @pytest.mark.parametrize(
@@ -179,10 +172,8 @@ def test_evaluations_go_with_what_a_run_may_have(tmp_path: Path, changes: dict[s
         options = {**changes, "graph_": {**changes.get("graph_", {}), "enabled": enabled}}
         if not enabled:
             options.pop("offload_", None)
-        run = made(tmp_path / name, config(data, evaluation, enabled, steps=5, **options))
-        run.run(StopRequest())
-        found.append(state_of(run))
-        run.close()
+        settings = config(data, evaluation, enabled, steps=5, **options)
+        found.append(state_of(ended(made(tmp_path / name, settings))[0]))
     equal(found[0], found[1])
     equal(found[0], found[2])
     losses = [
@@ -191,24 +182,15 @@ def test_evaluations_go_with_what_a_run_may_have(tmp_path: Path, changes: dict[s
     assert losses[0] == losses[1] and losses[0][3] is not None
 
 
-def test_compiled_stages_are_evaluated_by_compiled_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tracing(*modules: Any, compile: bool, **options: Any) -> Any:
-        return graph(*modules, compile="aot_eager" if compile else False, **options)
-
-    monkeypatch.setattr("packgraph.train.strategies.graph", tracing)
+def test_compiled_stages_are_evaluated_by_compiled_code(tmp_path: Path) -> None:
     data, found = documents(tmp_path / "data.jsonl", 30), []
     for name, every in (("plain", 0), ("evaluated", 2)):
-        torch._dynamo.reset()
         evaluation = dataclasses.replace(SHARE, every=every)
         changes = {"compile": True, "capacities": (Capacity(64, 8),)}
         options = config(data, evaluation, steps=4, graph_=changes, model_={"num_layers": 1})
-        run = made(tmp_path / name, options)
-        summary = run.run(StopRequest())
+        with traced():
+            run, summary = ended(made(tmp_path / name, options))
         found.append(state_of(run))
-        run.close()
-    torch._dynamo.reset()
     equal(*found)
     assert summary["evaluation"]["replayed"] > 0 and not summary["evaluation"]["fallbacks"]
 
@@ -234,8 +216,7 @@ def test_rows_hold_numbers_that_json_has(tmp_path: Path) -> None:
     data = documents(tmp_path / "data.jsonl")
     run = made(tmp_path / "run", config(data, SHARE, graph=False, steps=4))
     run.evaluation._sums = lambda: ({"data": float("inf")}, {"data": 1})  # type: ignore[method-assign]
-    run.run(StopRequest())
-    run.close()
+    ended(run)
     lines = (tmp_path / "run" / METRICS).read_text().splitlines()
     assert json.loads(lines[1])["eval_loss"] is None
     assert read_metrics(tmp_path / "run" / METRICS)[1]["eval_perplexity"] is None

@@ -3,12 +3,12 @@ again."""
 
 import dataclasses
 import weakref
+from contextlib import closing
 
 import pytest
 import torch
-from trainkit import CAPACITIES, CPU, PacksOfOneCapacity, RandomPacks, tiny, trainer
+from trainkit import CAPACITIES, CPU, PacksOfOneCapacity, RandomPacks, equal, tiny, traced, trainer
 
-from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch.over_ranks import PaddedDispatcher
@@ -70,30 +70,28 @@ def trainer_of(folder, settings):
     return trainer(folder, settings, RandomPacks() if several else PacksOfOneCapacity())
 
 
-def go(folder, settings, pages=None):
+def go(folder, settings, pages=None, resume=False):
     """Train to the end: all tensors, summary, and how many steps were made again. pages: of the
     stash at first."""
-    run = trainer_of(folder, settings)
-    blocks = moe_blocks(run.model.chunks)
-    if pages is not None:
-        stash = blocks[0].stash
-        stash.allocate(pages, columns=dict(stash.columns))
-        for block in blocks:
-            stash.attach(block)
-    try:
+    with closing(trainer_of(folder, settings)) as run:
+        blocks = moe_blocks(run.model.chunks)
+        if pages is not None:
+            allocate(blocks, pages)
+        if resume:
+            run.resume()
         run.run(StopRequest())
         return (
             {name: value.clone() for name, value in run.tensors().items()},
             run.executor.totals(),
             run.repeated,
         )
-    finally:
-        run.close()
 
 
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
+def allocate(blocks, *pages):
+    """Let the stash of these blocks have these pages: on the device and on the host."""
+    stash = blocks[0].stash
+    stash.allocate(*pages, columns=dict(stash.columns))
+    share(stash, blocks)
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +164,7 @@ def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on
     loads = [value for name, value in expected.items() if name.endswith(".step_load")]
     assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
     go(tmp_path / "parts", with_batch_loss(0.5, steps=3, enabled=False))
-    run = trainer_of(tmp_path / "parts", with_batch_loss(0.5))
-    try:
-        run.resume()
-        run.run(StopRequest())
-        equal(expected, run.tensors())
-    finally:
-        run.close()
+    equal(go(tmp_path / "parts", with_batch_loss(0.5), resume=True)[0], expected)
 
 
 def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(eager_with_loss, tmp_path):
@@ -206,10 +198,9 @@ def test_options_of_the_stash_change_no_bit(of_stash, granularity, eager_of_four
     expected = eager_of_four
     settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
     graph = dataclasses.replace(settings.graph, granularity=granularity)
-    run = trainer_of(tmp_path / "run", dataclasses.replace(settings, graph=graph))
-    blocks = moe_blocks(run.model.chunks)
-    stash = blocks[0].stash
-    try:
+    with closing(trainer_of(tmp_path / "run", dataclasses.replace(settings, graph=graph))) as run:
+        blocks = moe_blocks(run.model.chunks)
+        stash = blocks[0].stash
         run.run(StopRequest())
         equal(expected, run.tensors())
         assert run.executor.totals()["replayed"] > 0
@@ -220,8 +211,6 @@ def test_options_of_the_stash_change_no_bit(of_stash, granularity, eager_of_four
         else:
             assert [block.stash for block in blocks] == [stash, None]
             assert 0 < stash.need_hi() <= stash.pages.pages
-    finally:
-        run.close()
 
 
 def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(
@@ -229,17 +218,14 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
 ):
     expected = eager_of_four
     settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
-    run = trainer_of(tmp_path / "few", settings)
-    stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
-    stash.allocate(1, 1, columns=dict(stash.columns))
-    share(stash, blocks)
-    try:
+    with closing(trainer_of(tmp_path / "few", settings)) as run:
+        blocks = moe_blocks(run.model.chunks)
+        allocate(blocks, 1, 1)
         run.run(StopRequest())
         equal(expected, run.tensors())
         assert run.repeated >= 1
-        assert stash.pages.pages == 1 and stash.pages.host_pages > 1
-    finally:
-        run.close()
+        pages = blocks[0].stash.pages
+        assert pages.pages == 1 and pages.host_pages > 1
 
 
 def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
@@ -249,13 +235,7 @@ def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
     settings = config(5, stash=0.2, of_stash=other)
     write_json(tmp_path / "parts" / CONFIG, to_dict(config(3)))
     check_same_run(tmp_path / "parts", settings)
-    run = trainer_of(tmp_path / "parts", settings)
-    try:
-        run.resume()
-        run.run(StopRequest())
-        equal(whole, run.tensors())
-    finally:
-        run.close()
+    equal(go(tmp_path / "parts", settings, resume=True)[0], whole)
 
 
 def test_a_run_goes_on_with_the_pages_it_had_on_the_host():
@@ -284,24 +264,12 @@ def test_options_of_a_stash_that_make_no_sense_are_refused_with_all_reasons():
         assert text in str(caught.value)
     with pytest.raises(ValueError, match="together at least 1"):
         ParallelConfig(expert_stash=0.5, expert_stash_host=0.4)
+    with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
+        ParallelConfig(expert_stash=0.5)
     settings = config(stash=1.0, of_stash={"expert_stash_resident": True})
     assert not validate(settings, "cpu")
     one = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_layers=2))
     assert any("model with one layer of experts" in text for text in validate(one, "cpu"))
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """torch's tracing compiler instead of the one that generates code."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(
-        "packgraph.train.strategies.graph",
-        lambda *args, compile, **options: graph(
-            *args, compile="aot_eager" if compile else False, **options
-        ),
-    )
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -315,9 +283,10 @@ def test_too_few_pages_are_a_step_made_again(granularity, eager, tmp_path):
 
 
 @pytest.mark.slow
-def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
-    expected, *_ = go(tmp_path / "plain", of_one_layer(0.0))
-    found, totals, again = go(tmp_path / "few", of_one_layer(1.0), pages=1)
+def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path):
+    with traced():
+        expected, *_ = go(tmp_path / "plain", of_one_layer(0.0))
+        found, totals, again = go(tmp_path / "few", of_one_layer(1.0), pages=1)
     equal(expected, found)
     assert again >= 1 and totals["replayed"] > 0
 
@@ -337,9 +306,7 @@ def of_one_layer(stash, offload=()):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [True, False], ids=["held", "control"])
-def test_compiled_layers_with_a_stash_are_offloaded_but_for_its_pages(
-    held, tmp_path, traced, monkeypatch
-):
+def test_compiled_layers_with_a_stash_are_offloaded_but_for_its_pages(held, tmp_path, monkeypatch):
     """Without the stash's word (control) its pages move, too: they are saved for the backward."""
     packed, pages = set(), set()
 
@@ -358,34 +325,27 @@ def test_compiled_layers_with_a_stash_are_offloaded_but_for_its_pages(
         monkeypatch.setattr(MoEBlock, "held_memory", lambda block: [])
     settings = of_one_layer(1.2, ("core_attn",))
     assert not validate(settings, "cpu")
-    found, totals, _ = go(tmp_path / "moved", settings)
+    with traced():
+        found, totals, _ = go(tmp_path / "moved", settings)
     assert pages and packed and totals["replayed"] > 0
     if not held:
         assert packed & pages
         return
     assert not packed & pages
-    torch._dynamo.reset()
-    equal(go(tmp_path / "kept", of_one_layer(1.2))[0], found)
-
-
-def test_a_stash_of_less_than_a_balanced_load_is_refused():
-    with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
-        ParallelConfig(expert_stash=0.5)
+    with traced():
+        equal(go(tmp_path / "kept", of_one_layer(1.2))[0], found)
 
 
 def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
     """One at a time where there is no pipeline: every page more is memory wasted."""
     settings = config(stash=1.0, granularity="layer")
-    run = trainer_of(tmp_path / "run", settings)
-    try:
+    with closing(trainer_of(tmp_path / "run", settings)) as run:
         blocks = moe_blocks(run.model.chunks)
         tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities())
         expected = pages_for(
             tokens, EXPERTS.per_token, len(blocks), 1, 1.0, blocks[0].stash.page_rows
         )
         assert blocks[0].stash.pages.pages == expected
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("step", marks=pytest.mark.slow)])
@@ -434,25 +394,19 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
     many again."""
     settings, pages = config(steps=3, stash=1.0, warmup=1), {}
     for resume in (False, True):
-        run = trainer_of(
-            tmp_path / "run",
-            dataclasses.replace(
-                settings, run=dataclasses.replace(settings.run, steps=5 if resume else 3)
-            ),
-        )
-        stash = moe_blocks(run.model.chunks)[0].stash
-        try:
+        options = dataclasses.replace(settings.run, steps=5 if resume else 3)
+        settings = dataclasses.replace(settings, run=options)
+        with closing(trainer_of(tmp_path / "run", settings)) as run:
+            blocks = moe_blocks(run.model.chunks)
+            stash = blocks[0].stash
             pages["planned"] = stash.pages.pages
             if resume:
                 run.resume()
             else:
-                stash.allocate(3 * stash.pages.pages + 1, columns=dict(stash.columns))
-                share(stash, moe_blocks(run.model.chunks))
+                allocate(blocks, 3 * stash.pages.pages + 1)
             run.run(StopRequest())
             pages[resume] = stash.pages.pages
             assert run.repeated == 0 and run.executor.totals()["replayed"] > 0
-        finally:
-            run.close()
     assert pages[False] == pages[True] == 3 * pages["planned"] + 1
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from shardkit import shards_of, write_rows
-from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, ended, equal, state_of, tiny, trainer
 
 from packgraph.train.data import (
     DataConfig,
@@ -15,7 +15,6 @@ from packgraph.train.data import (
 )
 from packgraph.train.feed import MicrobatchAssignment, StepFeed
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 
 
 def stream_of(config):
@@ -42,12 +41,11 @@ def rows(tmp_path):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_run_on_shards_is_bitwise_the_run_on_their_source(rows, tmp_path, graph):
-    source = run_of(tmp_path / "source", rows, graph)
-    source.run(StopRequest())
-    shards = run_of(tmp_path / "shards", shards_of(rows, tmp_path / "folder"), graph)
-    summary = shards.run(StopRequest())
+    source = state_of(ended(run_of(tmp_path / "source", rows, graph))[0])
+    shards = shards_of(rows, tmp_path / "folder")
+    run, summary = ended(run_of(tmp_path / "shards", shards, graph))
     assert losses(tmp_path / "shards") == losses(tmp_path / "source")
-    equal(state_of(source), state_of(shards))
+    equal(state_of(run), source)
     assert 0 <= summary["data_wait_fraction"] < 1 and summary["documents"]["packed"] > 20
 
 
@@ -61,14 +59,10 @@ def mixture(tmp_path):
 def test_a_run_on_a_mixture_goes_on_bitwise_in_the_middle_of_an_epoch(tmp_path):
     data = mixture(tmp_path)
     straight = run_of(tmp_path / "straight", dataclasses.replace(data, prefetch=0))
-    straight.run(StopRequest())
-    first = run_of(tmp_path / "run", data)
-    assert first.run(StopAfter(3))["steps"] == 3
-    first.close()
-    resumed = run_of(tmp_path / "run", data)
-    resumed.resume()
-    resumed.run(StopRequest())
-    equal(state_of(straight), state_of(resumed))
+    expected = state_of(ended(straight)[0])
+    assert ended(run_of(tmp_path / "run", data), StopAfter(3))[1]["steps"] == 3
+    resumed, _ = ended(run_of(tmp_path / "run", data), resume=True)
+    equal(state_of(resumed), expected)
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert resumed.feed.state_dict() == straight.feed.state_dict()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainkit import CAPACITIES, RandomPacks, equal, state_of, tiny, trainer
+from trainkit import CAPACITIES, RandomPacks, equal, ran, state_of, tiny
 
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.checkpoint.background import Saves
@@ -16,7 +16,6 @@ from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_folder import check_same_run
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 NARROW, WIDE = "bfloat16", "float32"
@@ -37,12 +36,8 @@ def config(gradients: str = "auto", graph: bool = False, **run: Any) -> TrainCon
     )
 
 
-def run(folder: Path, options: TrainConfig, packs: RandomPacks | None = None) -> dict[str, Tensor]:
-    made = trainer(folder, options, packs)
-    made.run(StopRequest())
-    state = state_of(made)
-    made.close()
-    return state
+def run(*arguments: Any, **options: Any) -> dict[str, Tensor]:
+    return state_of(ran(*arguments, **options)[0])
 
 
 def rows(folder: Path) -> list[tuple[float, float]]:
@@ -128,13 +123,10 @@ def test_a_run_from_before_says_what_differs_or_goes_on_bitwise(
     with monkeypatch.context() as patch:
         patch.setattr(Saves, "write", before)
         run(tmp_path / "run", config(NARROW, steps=3))
-    again = trainer(tmp_path / "run", config(gradients, steps=6))
-    again.resume()
-    again.run(StopRequest())
-    same = all(torch.equal(value, whole[name]) for name, value in state_of(again).items())
+    again = run(tmp_path / "run", config(gradients, steps=6), resume=True)
+    same = all(torch.equal(value, whole[name]) for name, value in again.items())
     told = "added up in bfloat16 so far, and are in float32 from here on"
     assert same is (gradients == NARROW) and (told in log(tmp_path / "run")) is not same
-    again.close()
 
 
 def test_a_run_may_change_its_sums_by_saying_so(tmp_path: Path) -> None:
@@ -150,12 +142,8 @@ def test_a_run_may_change_its_sums_by_saying_so(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_with_the_same_sums_says_nothing(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", config(steps=6))
     run(tmp_path / "run", config(steps=3))
-    again = trainer(tmp_path / "run", config(steps=6))
-    again.resume()
-    again.run(StopRequest())
-    equal(state_of(again), whole)
+    equal(run(tmp_path / "run", config(steps=6), resume=True), whole)
     assert "added up" not in log(tmp_path / "run")
-    again.close()
 
 
 def test_float32_weights_have_no_gradients_in_bfloat16() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainkit import StopAfter, equal, state_of, tiny, trainer
+from trainkit import StopAfter, equal, ran, state_of, tiny, trainer
 
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
@@ -201,10 +201,8 @@ def settings(offload: bool | str, **changes: Any) -> TrainConfig:
 def test_runs_resume_wherever_the_state_was(
     tmp_path: Path, before: bool | str, after: bool | str
 ) -> None:
-    whole = trainer(tmp_path / "whole", settings(False, steps=6))
-    whole.run(StopRequest())
-    first = trainer(tmp_path / "run", settings(before, steps=6))
-    first.run(StopAfter(3))
+    whole = state_of(ran(tmp_path / "whole", settings(False, steps=6))[0])
+    first, _ = ran(tmp_path / "run", settings(before, steps=6), stop=StopAfter(3))
     check_same_run(tmp_path / "run", settings(after, steps=6))
     second = trainer(tmp_path / "run", settings(after, steps=6))
     for run, where in ((first, before), (second, after)):
@@ -213,7 +211,7 @@ def test_runs_resume_wherever_the_state_was(
             assert 0 < state.resident <= budget_bytes(str(where), None) and state.moved
     second.resume()
     second.run(StopRequest())
-    equal(state_of(whole), state_of(second))
+    equal(state_of(second), whole)
 
 
 def test_what_it_cannot_serve_is_said() -> None:

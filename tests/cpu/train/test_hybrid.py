@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from mambakit import MAMBA, hybrid
-from trainkit import state_of, tiny, trainer
+from trainkit import equal, ran, state_of, tiny
 
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
 from packgraph.train.config.sections import OffloadConfig
-from packgraph.train.signals import StopRequest
 
 SHAPE = hybrid(
     "M-*",
@@ -87,12 +86,10 @@ def test_a_run_that_offloads_what_mamba_saves_is_bitwise_one_that_does_not(
     )
     states = []
     for number, settings in enumerate((config, moved)):
-        run = trainer(tmp_path / str(number), settings)
-        run.run(StopRequest())
+        run, _ = ran(tmp_path / str(number), settings)
         states.append(state_of(run))
         runtimes = [] if run.executor.prepare is None else run.executor.prepare.runtimes
-        run.close()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    equal(*states)
     (runtime,) = runtimes
     assert runtime.plan.moves and all(runtime.plan.moves)
 

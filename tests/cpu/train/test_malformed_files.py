@@ -215,6 +215,7 @@ STATES = {
     ),
     "no data": (lambda content: content["state"].pop("data"), "it has no data"),
     "no graphs": (lambda content: content["state"].pop("graphs"), "it has no graphs"),
+    "no device": (lambda content: content["state"].pop("random_device"), "it has no random_device"),
     "another device": (
         lambda content: content["state"].update(random_device="cuda"),
         "written on cuda",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, ran, state_of, tiny
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
@@ -23,7 +23,6 @@ from packgraph.train.build import build_model
 from packgraph.train.config.sections import BucketConfig, TrainConfig
 from packgraph.train.memory import plan_memory
 from packgraph.train.plan import bucket_request
-from packgraph.train.signals import StopRequest
 from packgraph.train.strategies import sample_batch
 from packgraph.train.validate import validate
 
@@ -50,11 +49,8 @@ def graphed_model(
 
 
 def run(folder: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    made = trainer(folder, config)
-    summary = made.run(StopRequest())
-    state = state_of(made)
-    made.close()
-    return summary, state, (folder.parent / "log").read_text().replace("\n", " ")
+    made, summary = ran(folder, config)
+    return summary, state_of(made), (folder.parent / "log").read_text().replace("\n", " ")
 
 
 @pytest.mark.parametrize(

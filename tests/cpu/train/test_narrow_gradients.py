@@ -11,12 +11,11 @@ import torch
 from memorykit import counting
 from torch import Tensor, nn
 from trainkit import equal
-from updatekit import IDS, Small
+from updatekit import IDS, Small, ends_of_blocked_steps
 
 from packgraph.train import optimizer
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import TINY, Optimizer
-from packgraph.train.spikes import Limits
 from packgraph.train.updates import adamw
 from packgraph.train.updates.adamw import MEANS, AdamW
 from packgraph.train.updates.host_state import HostState
@@ -202,14 +201,7 @@ def test_a_blocked_update_of_groups_changes_nothing(
 ) -> None:
     def ends() -> list[dict[str, Tensor]]:
         model, update = made(torch.bfloat16, offload=offload)
-        update.watch()
-        found = []
-        for step in range(4):
-            update.set_limits(Limits(loss=0.0 if step in (1, 2) else 1e9))
-            draw(update, step)
-            update.step(1e-2, model(IDS).detach())
-            found.append(state(model, update))
-        return found
+        return ends_of_blocked_steps(update, model)
 
     good, first, second, last = ends()
     equal(first, good)

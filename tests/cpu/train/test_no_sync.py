@@ -3,11 +3,10 @@ host (R13)."""
 
 import pytest
 import torch
-from trainkit import tiny, trainer
+from trainkit import ended, tiny, trainer
 
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostReads, Journal
 from packgraph.graphs.errors import CaptureError
-from packgraph.train.signals import StopRequest
 
 
 def watch_steps(run, monkeypatch, spoil=None):
@@ -37,8 +36,7 @@ def watch_steps(run, monkeypatch, spoil=None):
 def test_a_step_reads_nothing_on_the_host(tmp_path, monkeypatch):
     run = trainer(tmp_path / "run", tiny(False, steps=6))
     watch_steps(run, monkeypatch)
-    assert run.run(StopRequest())["steps"] == 6
-    run.close()
+    assert ended(run)[1]["steps"] == 6
 
 
 def test_a_read_in_the_step_is_seen(tmp_path, monkeypatch):
@@ -48,8 +46,7 @@ def test_a_read_in_the_step_is_seen(tmp_path, monkeypatch):
         run, monkeypatch, spoil=lambda run: float(next(run.model.parameters()).detach().sum())
     )
     with pytest.raises(CaptureError, match="float"):
-        run.run(StopRequest())
-    run.close()
+        ended(run)
 
 
 def test_the_guards_see_what_a_loss_divided_on_the_host_would_do():

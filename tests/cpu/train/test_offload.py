@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
-from trainkit import CPU, RandomPacks, state_of, tiny, trainer
+from trainkit import CPU, RandomPacks, ended, equal, ran, state_of, tiny, trainer
 
 from packgraph.offloading.plan import KEPT
 from packgraph.offloading.timing import Headroom
@@ -14,23 +13,20 @@ from packgraph.parallel.mesh import single_process
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import report_offloading
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 
 
 def finish(folder, config):
-    run = trainer(folder, config, RandomPacks())
-    summary = run.run(StopRequest())
-    state, prepare = state_of(run), run.executor.prepare
+    run, summary = ran(folder, config)
+    prepare = run.executor.prepare
     if prepare is not None:
         (told,) = summary["offload"]
         assert told["moved_bytes"] <= told["bytes"] and told["groups"] == len(
             prepare.runtimes[0].plan.moves
         )
-    run.close()
-    return state, prepare
+    return state_of(run), prepare
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +51,7 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(
     )
     assert validate(config, "cpu") == []
     found, offloading = finish(tmp_path / "run", config)
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    equal(found, kept)
     (runtime,) = offloading.runtimes
     assert sum(runtime.plan.moves) == len(runtime.plan.moves) * fraction
     assert all(
@@ -87,7 +82,7 @@ def test_a_budget_of_memory_or_of_time_says_what_moves(asked, kept, tmp_path):
         tiny(graph=True), offload=OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0, **asked)
     )
     found, offloading = finish(tmp_path / "run", config)
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    equal(found, kept)
     ((measured, _, plan),) = [planner.planned for planner in offloading.planners]
     assert plan == offloading.runtimes[0].plan and measured.slots == 1
     if "budget" in asked:
@@ -100,13 +95,11 @@ def test_a_budget_that_nothing_fits_says_what_would_and_ends_cleanly(tmp_path):
     config = replace(
         tiny(), offload=OffloadConfig(modules=("core_attn",), budget="1KiB", min_bytes=1)
     )
-    run = trainer(tmp_path / "run", config, RandomPacks())
     with pytest.raises(
         ConfigError,
         match=r"offload.budget = 1KiB: no plan of offloading fits in 1.00 KiB: the least",
     ):
-        run.run(StopRequest())
-    run.close()
+        ran(tmp_path / "run", config)
     for wrong in (
         {"budget": "a lot"},
         {"budget": "40%"},
@@ -126,8 +119,7 @@ def test_what_was_planned_is_told_and_drawn(tmp_path):
     run.executor.prepare.when_planned = partial(
         report_offloading, mesh=single_process(), folder=run.folder, note=notes.append
     )
-    run.run(StopRequest())
-    run.close()
+    ended(run)
     (note,) = notes
     folder = run.folder / "offload"
     table = (folder / "table.txt").read_text()

@@ -11,13 +11,15 @@ from trainkit import (
     PacksOfOneCapacity,
     RandomPacks,
     StopAfter,
+    ended,
     equal,
+    ran,
     state_of,
     tiny,
+    traced,
     trainer,
 )
 
-from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
@@ -26,7 +28,6 @@ from packgraph.train.config.sections import HfConfig, LoraConfig, OffloadConfig,
 from packgraph.train.features.moe import share
 from packgraph.train.memory import DecoderMemory, need_of
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 EXPERTS = ExpertConfig(
@@ -64,14 +65,8 @@ def packs_of(settings):
 def finish(folder, settings, resume=False, stop=None):
     """All tensors and the metrics of a run."""
     folder.parent.mkdir(exist_ok=True)
-    run = trainer(folder, settings, packs_of(settings))
-    try:
-        if resume:
-            run.resume()
-        run.run(stop or StopRequest())
-        return state_of(run), read_metrics(folder / METRICS), run.executor.totals()
-    finally:
-        run.close()
+    run, _ = ran(folder, settings, packs_of(settings), resume=resume, stop=stop)
+    return state_of(run), read_metrics(folder / METRICS), run.executor.totals()
 
 
 def numbers(rows):
@@ -121,28 +116,20 @@ class OneCapacity(RandomPacks):
         return PackedBatch.build([drawn[:9], drawn[9:]], CAPACITIES[0])
 
 
-def compiled(folder, monkeypatch, **options):
-    """State and numbers of a run with torch's tracing compiler, not the one that makes code."""
-    torch._dynamo.reset()
+def compiled(folder, **options):
+    """State and numbers of a run."""
     settings = config(compile=True, depths=1, capacities=CAPACITIES[:1], **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "packgraph.train.strategies.graph",
-            lambda *args, compile, **rest: graph(*args, compile="aot_eager", **rest),
-        )
+    with traced():
         folder.parent.mkdir(exist_ok=True)
-        run = trainer(folder, settings, OneCapacity())
-        run.run(StopRequest())
+        run, _ = ran(folder, settings, OneCapacity())
     found = state_of(run), run.executor.totals()
-    run.close()
-    torch._dynamo.reset()
     rows = read_metrics(folder / METRICS)
     return *found, [(row["loss"], row["mtp_loss/1"]) for row in rows]
 
 
-def test_graphs_of_compiled_code_are_that_code_bit_by_bit(tmp_path, monkeypatch):
-    expected, _, losses = compiled(tmp_path / "eager" / "run", monkeypatch, warmup=10**6)
-    found, totals, graphed = compiled(tmp_path / "graphs" / "run", monkeypatch)
+def test_graphs_of_compiled_code_are_that_code_bit_by_bit(tmp_path):
+    expected, _, losses = compiled(tmp_path / "eager" / "run", warmup=10**6)
+    found, totals, graphed = compiled(tmp_path / "graphs" / "run")
     equal(found, expected)
     assert graphed == losses and totals["replayed"] >= 3
 
@@ -178,12 +165,9 @@ def test_a_step_that_is_made_again_counts_once(eager, tmp_path):
     stash = blocks[0].stash
     stash.allocate(4, columns=dict(stash.columns))
     share(stash, blocks)
-    try:
-        run.run(StopRequest())
-        assert run.repeated > 0
-        equal(state_of(run), eager[True][0])
-    finally:
-        run.close()
+    ended(run)
+    assert run.repeated > 0
+    equal(state_of(run), eager[True][0])
     assert numbers(read_metrics(folder / METRICS)) == numbers(eager[True][1])
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
-from trainkit import equal, state_of, tiny, trainer
+from trainkit import equal, ran, state_of, tiny
 
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import StopRequest
 
 
 @pytest.mark.parametrize("whole_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -22,12 +21,9 @@ def test_a_profiled_run_names_its_parts_and_changes_no_bit(
     way: dict[str, Any] = {"granularity": "step" if whole_steps else "chunk"}
     options = dataclasses.replace(config.graph, **way, optimizer=whole_steps)
     config = dataclasses.replace(config, graph=options)
-    plain = trainer(tmp_path / "plain", config)
-    plain.run(StopRequest())
-    expected = state_of(plain)
-    seen = trainer(tmp_path / "seen", config)
+    expected = state_of(ran(tmp_path / "plain", config)[0])
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        summary = seen.run(StopRequest())
+        seen, summary = ran(tmp_path / "seen", config)
     equal(expected, state_of(seen))
     names = [event.name for event in profiler.events() if event.name.startswith("packgraph")]
     kinds = Counter(re.sub(r" \d.*", "", name.removeprefix("packgraph ")) for name in names)

@@ -4,23 +4,18 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
-from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
+from trainkit import CAPACITIES, equal, ran, state_of, tiny
 
 from packgraph.models.config import ExpertConfig
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 
 def finish(folder, config):
     folder.parent.mkdir(exist_ok=True)
-    run = trainer(folder, config, RandomPacks())
-    summary = run.run(StopRequest())
-    state = state_of(run)
+    run, summary = ran(folder, config)
     kinds = [stage.recompute for chunk in run.model.chunks for stage in chunk.stages()]
-    run.close()
-    return state, summary, kinds, (folder.parent / "log").read_text().replace("\n", " ")
+    return state_of(run), summary, kinds, (folder.parent / "log").read_text().replace("\n", " ")
 
 
 def made(
@@ -66,8 +61,7 @@ def test_a_run_that_recomputes_is_bitwise_one_that_does_not(
     found, summary, kinds, _ = finish(tmp_path / "run", config)
     wanted = "selective" if recompute == "selective" else "full"
     assert kinds == ["", *[wanted] * 4, ""]
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    equal(found, kept)
     if offload:
         (told,) = summary["offload"]
         assert told["groups"] == told["moved"] == 2 and told["moved_bytes"] > 0
@@ -80,7 +74,7 @@ def test_auto_chooses_the_least_that_fits(kept, tmp_path):
         state, summary, kinds, log = finish(tmp_path / str(number) / "run", config)
         chosen.append(kinds[1] or "none")
         assert f"recompute auto chose {expected}" in log
-        assert all(torch.equal(state[name], kept[name]) for name in kept)
+        equal(state, kept)
         memory = summary["memory"]
         total = memory["predicted_pool_bytes"] + sum(memory["buffer_bytes"])
         budget = f"{total / 1024 / 2}KiB"
@@ -105,7 +99,7 @@ def auto(folder, limit, modules, **offload):
 def test_auto_counts_on_what_is_offloaded(kept, tmp_path):
     def run(limit, modules, **offload):
         state, *found = auto(tmp_path / str(len([*tmp_path.iterdir()])), limit, modules, **offload)
-        assert all(torch.equal(state[name], kept[name]) for name in kept)
+        equal(state, kept)
         return found
 
     kind, alone, _, _ = run("1GiB", ())
@@ -127,7 +121,7 @@ def test_auto_offloads_what_the_choice_leaves(kept, tmp_path):
     (told,) = summary["offload"]
     assert kind == "selective" and "none not: offload.budget = 5KiB: no plan" in log
     assert told["groups"] == 2 and told["moved"] == 1  # the inputs of two layers
-    assert all(torch.equal(state[name], kept[name]) for name in kept)
+    equal(state, kept)
     # The second plan, by graphs, is for the same choice.
     state, kind, _, summary, log = auto(tmp_path / "1", "1GiB", MODULES, lost=0.9)
     (told,) = summary["offload"]
@@ -135,7 +129,7 @@ def test_auto_offloads_what_the_choice_leaves(kept, tmp_path):
     assert (
         summary["captured"] == 2 * len(CAPACITIES) and log.count("recompute auto chose none") == 1
     )
-    assert all(torch.equal(state[name], kept[name]) for name in kept)
+    equal(state, kept)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from trainkit import tiny, trainer
+from trainkit import ended, tiny, trainer
 
 from packgraph.train.features.moe import MOST_ATTEMPTS
-from packgraph.train.signals import StopRequest
 
 
 class Crowded:
@@ -37,13 +36,11 @@ def test_the_last_attempt_has_all_the_room_there_is(tmp_path):
     would give up."""
     overflow = Crowded()
     run = run_of(tmp_path, overflow)
-    assert run.run(StopRequest())["steps"] == 1 and run.repeated == MOST_ATTEMPTS - 1
+    assert ended(run)[1]["steps"] == 1 and run.repeated == MOST_ATTEMPTS - 1
     assert overflow.asked == [False] * (MOST_ATTEMPTS - 2) + [True]
-    run.close()
 
 
 def test_what_never_fits_is_an_error(tmp_path):
     run = run_of(tmp_path, Crowded(never=True))
     with pytest.raises(RuntimeError, match=r"did not fit .* --parallel.expert-room"):
-        run.run(StopRequest())
-    run.close()
+        ended(run)

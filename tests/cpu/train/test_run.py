@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import signal
 import threading
 import time
@@ -11,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, ran, state_of, tiny, trainer
 
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.build import build_model
-from packgraph.train.checkpoint.state_file import CheckpointError
-from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, write_state
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_state
 from packgraph.train.data import (
     DataConfig,
     DataError,
@@ -43,20 +41,14 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, graph: bool) -> None:
     config = tiny(graph)
-    straight = trainer(tmp_path / "straight", config)
-    straight.run(StopRequest())
+    straight, _ = ran(tmp_path / "straight", config)
     expected = state_of(straight)
-    stopped = trainer(tmp_path / "stopped", config)
-    summary = stopped.run(StopAfter(3))
+    stopped, summary = ran(tmp_path / "stopped", config, stop=StopAfter(3))
     assert summary["ended"] == "stopped by SIGINT" and summary["steps"] == 3
     torch.manual_seed(12345)
-    resumed = trainer(tmp_path / "stopped", config)
-    resumed.resume()
-    summary = resumed.run(StopRequest())
+    resumed, summary = ran(tmp_path / "stopped", config, resume=True)
     assert summary["steps"] == 6
-    found = state_of(resumed)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    equal(state_of(resumed), expected)
     assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
     states = [
         load_state(latest_checkpoint(tmp_path / name / CHECKPOINTS))
@@ -136,9 +128,8 @@ def test_a_stop_is_heeded_while_data_do_not_come(
     """The last whole step is saved, and who goes on from it ends as if never stopped."""
     monkeypatch.setattr("packgraph.train.feed.LONGEST", 0.5)
     config = dataclasses.replace(tiny(), data=DataConfig(prefetch=prefetch))
-    trainer(tmp_path / "straight", config).run(StopRequest())
+    ran(tmp_path / "straight", config)
     packs, stop = HangingPacks(9, can_end), StopRequest()
-    run = trainer(tmp_path / "run", config, packs)
 
     def signalled() -> None:
         assert packs.asked.wait(60)
@@ -147,17 +138,14 @@ def test_a_stop_is_heeded_while_data_do_not_come(
 
     scheduler = threading.Thread(target=signalled)
     scheduler.start()
-    summary = run.run(stop)
-    run.close()
+    _, summary = ran(tmp_path / "run", config, packs, stop=stop)
     scheduler.join()
     hanging = [thread for thread in threading.enumerate() if thread.name.endswith("-data")]
     assert all(thread.daemon for thread in hanging)  # so that a process ends without them
     packs.over.set()
     assert summary["ended"] == "stopped by SIGTERM" and summary["exit_code"] == 143
     assert 0 < summary["steps"] < config.run.steps
-    again = trainer(tmp_path / "run", config)
-    again.resume()
-    again.run(StopRequest())
+    ran(tmp_path / "run", config, resume=True)
     assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 
@@ -165,7 +153,7 @@ def test_a_stop_is_heeded_while_data_do_not_come(
 def test_a_run_without_checkpoints_writes_all_but_these(tmp_path: Path, stop: StopRequest) -> None:
     folders = {every: tmp_path / f"run-{every}" for every in (0, 2)}
     for every, folder in folders.items():
-        trainer(folder, tiny(graph=True, checkpoint_every=every)).run(copy.copy(stop))
+        ran(folder, tiny(graph=True, checkpoint_every=every), stop=copy.copy(stop))
         assert read_json(folder / "summary.json")["replayed"] > 0
     assert figures(folders[0]) == figures(folders[2])
     assert (folders[2] / CHECKPOINTS).exists() and not (folders[0] / CHECKPOINTS).exists()
@@ -180,19 +168,15 @@ def test_a_run_without_checkpoints_cannot_go_back_to_one() -> None:
 
 def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     config = tiny(graph=True)
-    summary = trainer(tmp_path / "run", config).run(StopRequest())
+    _, summary = ran(tmp_path / "run", config)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    again = trainer(tmp_path / "run", config)
-    again.resume()
-    assert again.run(StopRequest()) == summary
+    assert ran(tmp_path / "run", config, resume=True)[1] == summary
     assert {
         path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
     } == before
     assert "nothing to do: all 6 steps are done" in (tmp_path / "log").read_text()
     (tmp_path / "run" / "summary.json").write_text("{")
-    again = trainer(tmp_path / "run", config)
-    again.resume()
-    written = again.run(StopRequest())
+    _, written = ran(tmp_path / "run", config, resume=True)
     of_a_process = {"pool_bytes", "memory"}
     assert {key: written[key] for key in summary.keys() - of_a_process} == {
         key: summary[key] for key in summary.keys() - of_a_process
@@ -200,48 +184,31 @@ def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_first_loss_of_a_longer_run_stays_the_first(tmp_path: Path) -> None:
-    first = trainer(tmp_path / "run", tiny(steps=6)).run(StopRequest())
-    longer = trainer(tmp_path / "run", tiny(steps=30))
-    longer.resume()
-    summary = longer.run(StopRequest())
+    _, first = ran(tmp_path / "run", tiny(steps=6))
+    _, summary = ran(tmp_path / "run", tiny(steps=30), resume=True)
     assert summary["loss_first"] == first["loss_first"] and summary["steps"] == 30
 
 
-@pytest.mark.parametrize("key", ["data", "random_device", "graphs"])
-def test_a_state_that_lacks_something_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    trainer(tmp_path / "run", tiny()).run(StopRequest())
-    path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
-    content = json.loads(path.read_text())
-    del content["state"][key]
-    write_state(path, content)
-    with pytest.raises(CheckpointError, match=rf"state\.json: damaged: it has no {key}"):
-        trainer(tmp_path / "run", tiny()).resume()
-
-
 def test_graphs_train_as_eager_does(tmp_path: Path) -> None:
-    runs = {graph: trainer(tmp_path / str(graph), tiny(graph)) for graph in (False, True)}
     states = {}
-    for graph, run in runs.items():
-        torch.manual_seed(1)
-        summary = run.run(StopRequest())
+    for graph in (False, True):
+        run, summary = ran(tmp_path / str(graph), tiny(graph))
         states[graph] = state_of(run)
     assert summary["backend"] == "recorder" and summary["replayed"] > 0 and summary["captured"] > 0
     assert set(summary["fallbacks"]) == {"warm-up"}
-    assert all(torch.equal(states[False][name], states[True][name]) for name in states[False])
+    equal(states[True], states[False])
     assert figures(tmp_path / "False") == figures(tmp_path / "True")
-    run.close()
 
 
 def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
-    summary = trainer(tmp_path / "run", tiny(), RandomPacks(end=4)).run(StopRequest())
+    _, summary = ran(tmp_path / "run", tiny(), RandomPacks(end=4))
     assert summary["ended"] == "the data ended" and 0 < summary["steps"] < 6
     assert latest_checkpoint(tmp_path / "run" / CHECKPOINTS) is not None
 
 
 def test_bad_data_on_the_way_lose_no_finished_step(tmp_path: Path) -> None:
     config = tiny(steps=12)
-    straight = trainer(tmp_path / "straight", config)
-    straight.run(StopRequest())
+    expected = state_of(ran(tmp_path / "straight", config)[0])
     broken = trainer(tmp_path / "broken", config, RandomPacks(bad=17))
     with pytest.raises(DataError, match=r"file\.jsonl:7"):
         broken.run(StopRequest())
@@ -250,8 +217,7 @@ def test_bad_data_on_the_way_lose_no_finished_step(tmp_path: Path) -> None:
     mended.resume()
     assert mended.step == broken.step
     mended.run(StopRequest())
-    expected, found = state_of(straight), state_of(mended)
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    equal(state_of(mended), expected)
 
 
 def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_path: Path) -> None:
@@ -274,8 +240,7 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
     # steps made ahead would have read the documents before they change
     config = dataclasses.replace(tiny(steps=12), data=DataConfig(prefetch=0))
     path.write_text(before)
-    straight = trainer(tmp_path / "straight", config, packs())
-    straight.run(StopRequest())
+    expected = state_of(ran(tmp_path / "straight", config, packs())[0])
     broken = trainer(tmp_path / "broken", config, packs())
     with pytest.raises(DataChangedError, match=r"data\.jsonl: changed since the run opened it"):
         broken.run(Changing())
@@ -285,7 +250,7 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
     mended.resume()
     assert mended.step == 3
     mended.run(StopRequest())
-    equal(state_of(straight), state_of(mended))
+    equal(state_of(mended), expected)
 
 
 @pytest.mark.parametrize("poison", ["loss", "weight"])
@@ -357,8 +322,7 @@ class SomeUnlabelled(RandomPacks):
 
 
 def test_a_step_without_labels_is_said_and_counts_nowhere(tmp_path, capsys):
-    run = trainer(tmp_path, tiny(steps=4, tokens_per_step=1), packs=SomeUnlabelled())
-    summary = run.run(StopRequest())
+    run, summary = ran(tmp_path, tiny(steps=4, tokens_per_step=1), packs=SomeUnlabelled())
     rows = read_metrics(tmp_path / METRICS)
     assert [row["loss"] is None for row in rows] == [False, True, False, True]
     assert [row.get("unlabelled", False) for row in rows] == [False, True, False, True]
@@ -370,4 +334,4 @@ def test_a_run_without_any_label_ends_with_an_error(tmp_path):
     packs = SomeUnlabelled()
     packs.labelled = ()
     with pytest.raises(DataError, match="none of the 3 steps had a label"):
-        trainer(tmp_path, tiny(steps=3, tokens_per_step=1), packs=packs).run(StopRequest())
+        ran(tmp_path, tiny(steps=3, tokens_per_step=1), packs=packs)

@@ -3,22 +3,24 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainkit import state_of, tiny, trainer
+from trainkit import equal, ran, state_of, tiny, trainer
 
 from packgraph import cli
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.state_file import CheckpointError, read_state
+from packgraph.train.checkpoint.writer import write_state
 from packgraph.train.config.reading import ConfigError, to_dict
 from packgraph.train.config.stored import stored_config
 from packgraph.train.metrics import METRICS, MetricsLog, read_metrics
 from packgraph.train.run_files import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.run_folder import check_same_run
-from packgraph.train.signals import StopRequest
+from packgraph.train.trainer import Trainer
 
 CONFIGURATION = tiny(steps=6, checkpoint_every=2)
 
@@ -31,61 +33,60 @@ def flip(path: Path, bit: int | None = None) -> None:
 
 
 def go(folder: Path, steps: int, resume: bool) -> dict[str, torch.Tensor]:
-    run = trainer(folder, tiny(steps=steps, checkpoint_every=2))
-    if resume:
-        run.resume()
-    run.run(StopRequest())
-    return state_of(run)
+    return state_of(ran(folder, tiny(steps=steps, checkpoint_every=2), resume=resume)[0])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run of six steps and its state, which nobody changes."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, go(folder, 6, False)
+
+
+@pytest.fixture
+def folder(whole: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(whole[0], tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
 def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(
-    tmp_path: Path, name: str
+    tmp_path: Path, folder: Path, whole: tuple[Path, dict[str, torch.Tensor]], name: str
 ) -> None:
-    expected = go(tmp_path / "straight", 6, False)
-    go(tmp_path / "run", 6, False)
-    flip(tmp_path / "run" / CHECKPOINTS / "step-00000006" / name)
-    found = go(tmp_path / "run", 6, True)
-    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    flip(folder / CHECKPOINTS / "step-00000006" / name)
+    equal(go(folder, 6, True), whole[1])
     said = " ".join((tmp_path / "log").read_text().split())
     assert f"step-00000006/{name}" in said.replace(" ", "") or name in said
     assert "resumed from" in said and "step-00000004" in said
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / METRICS)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(folder / METRICS)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_state_without_its_parts_is_passed_over(tmp_path: Path) -> None:
-    from packgraph.train.checkpoint.writer import write_state
-
-    go(tmp_path / "run", 6, False)
-    path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
+def test_a_state_without_its_parts_is_passed_over(folder: Path) -> None:
+    path = folder / CHECKPOINTS / "step-00000006" / "state.json"
     content = json.loads(path.read_text())
     del content["checksum"], content["state"]["data"]
     write_state(path, content)
-    run = trainer(tmp_path / "run", CONFIGURATION)
+    run = trainer(folder, CONFIGURATION)
     run.resume()
     assert run.step == 4
 
 
-def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
-    go(tmp_path / "run", 6, False)
-    for path in (tmp_path / "run" / CHECKPOINTS).glob("step-*/state.json"):
+def test_nothing_whole_is_an_error(folder: Path) -> None:
+    for path in (folder / CHECKPOINTS).glob("step-*/state.json"):
         flip(path)
     with pytest.raises(CheckpointError, match="no other checkpoint"):
-        trainer(tmp_path / "run", CONFIGURATION).resume()
+        trainer(folder, CONFIGURATION).resume()
 
 
-def test_the_configuration_is_in_the_checkpoint(tmp_path: Path) -> None:
-    go(tmp_path / "run", 6, False)
-    _, state, _ = read_state(tmp_path / "run" / CHECKPOINTS / "step-00000006")
+def test_the_configuration_is_in_the_checkpoint(folder: Path) -> None:
+    _, state, _ = read_state(folder / CHECKPOINTS / "step-00000006")
     assert state["config"] == json.loads(json.dumps(to_dict(CONFIGURATION)))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", None])
 def test_a_damaged_config_comes_from_the_newest_checkpoint(
-    tmp_path: Path, content: bytes | None
+    folder: Path, content: bytes | None
 ) -> None:
-    folder = tmp_path / "run"
-    go(folder, 6, False)
     whole = read_json(folder / CONFIG)
     (folder / CONFIG).unlink()
     if content is not None:
@@ -105,9 +106,7 @@ def test_a_config_that_nothing_can_replace_is_a_clear_error(tmp_path: Path) -> N
         check_same_run(tmp_path, CONFIGURATION)
 
 
-def test_no_flipped_bit_of_the_config_changes_the_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    go(folder, 2, False)
+def test_no_flipped_bit_of_the_config_changes_the_run(folder: Path) -> None:
     original, expected = (folder / CONFIG).read_bytes(), stored_config(folder)[0].values
     for bit in random.Random(1).sample(range(8 * len(original)), 400):
         (folder / CONFIG).write_bytes(original)
@@ -115,9 +114,7 @@ def test_no_flipped_bit_of_the_config_changes_the_run(tmp_path: Path) -> None:
         assert stored_config(folder)[0].values == expected
 
 
-def test_a_damaged_summary_is_made_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    go(folder, 6, False)
+def test_a_damaged_summary_is_made_anew(folder: Path) -> None:
     text = (folder / SUMMARY).read_text()
     (folder / SUMMARY).write_text(text.replace('"loss_first": ', '"loss_first": 1'))
     assert read_json(folder / SUMMARY) == {}
@@ -288,8 +285,6 @@ def test_the_command_goes_on_with_damaged_files_and_cleans_up(
 def test_leftovers_go_before_the_first_save(
     tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packgraph.train.trainer import Trainer
-
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps"]
     assert cli.main([*words, "2"]) == 0
     checkpoints = tmp_path / "runs" / "mine" / CHECKPOINTS

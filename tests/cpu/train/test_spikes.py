@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainkit import StopAfter, equal, state_of, tiny, trainer
+from trainkit import StopAfter, ended, equal, state_of, tiny, trainer
 
 from packgraph.train.checkpoint.writer import (
     best_checkpoint,
@@ -69,11 +69,7 @@ def trained(
 ) -> tuple[Trainer, dict]:
     folder.mkdir(parents=True, exist_ok=True)
     run = poisoned(trainer(folder / "run", settings), factor, bad)
-    if resume:
-        run.resume()
-    summary = run.run(StopRequest() if stop is None else stop)
-    run.close()
-    return run, summary
+    return ended(run, stop, resume)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -155,8 +151,7 @@ def test_a_step_that_went_wrong_is_left_out(tmp_path, graph, factor):
         return norm
 
     twin.optimizer.step = without
-    twin.run(StopRequest())
-    twin.close()
+    ended(twin)
     equal(state_of(run), state_of(twin))
 
 
@@ -258,8 +253,7 @@ def test_the_limits_are_read_by_a_captured_update(tmp_path, monkeypatch):
         return found
 
     run.executor.train_step = recorded
-    summary = run.run(StopRequest())
-    run.close()
+    _, summary = ended(run)
     assert seen == [number == 9 for number in range(1, 13)]
     assert summary["spikes"]["skipped"] == 1 and summary["replayed"] > 0
 

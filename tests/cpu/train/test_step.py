@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainkit import CAPACITIES, state_of, tiny, trainer
+from trainkit import CAPACITIES, equal, ran, state_of, tiny
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.step import GraphedStep
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig, TrainConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 
@@ -31,14 +30,9 @@ def config(
 
 def train(folder: Path, settings: TrainConfig, resume: bool = False):
     """State at the end, loss and norm of every step, what the graphs did."""
-    run = trainer(folder, settings)
-    if resume:
-        run.resume()
-    summary = run.run(StopRequest())
-    state = state_of(run)
-    run.close()
+    run, summary = ran(folder, settings, resume=resume)
     return (
-        state,
+        state_of(run),
         [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
         summary,
     )
@@ -46,7 +40,7 @@ def train(folder: Path, settings: TrainConfig, resume: bool = False):
 
 def assert_equal(left, right) -> None:
     assert left[1] == right[1]
-    assert not [name for name, value in left[0].items() if not torch.equal(value, right[0][name])]
+    equal(left[0], right[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])

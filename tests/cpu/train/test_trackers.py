@@ -1,6 +1,5 @@
 """Trackers: what they are told, that a run goes on there, and that they never end one."""
 
-import dataclasses
 import importlib
 import sys
 import types
@@ -8,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainkit import StopAfter, tiny, trainer
+from trainkit import StopAfter, ran, tiny
 
 from packgraph.train import metrics as module
 from packgraph.train import validate as validation
 from packgraph.train.config.sections import RunConfig, TrainConfig
 from packgraph.train.metrics import NAMES, MetricsLog, TensorBoard
 from packgraph.train.run_files import RunFileError
-from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 
@@ -106,11 +104,8 @@ def test_a_run_and_its_rest_are_one_run_to_all_trackers(
 ) -> None:
     config = settings("wandb", "mlflow")
     assert not validate(config, "cpu")
-    trainer(tmp_path / "run", config).run(StopAfter(3))
-    again = trainer(tmp_path / "run", config)
-    again.resume()
-    begun = again.step
-    again.run(StopRequest())
+    begun = ran(tmp_path / "run", config, stop=StopAfter(3))[0].step
+    ran(tmp_path / "run", config, resume=True)
     first, second = installed
     assert first.arguments["id"] == second.arguments["id"] and first.arguments["name"] == "run"
     assert first.arguments["config"]["run"]["steps"] == 6 and first.finished and second.finished
@@ -129,7 +124,7 @@ def test_another_run_in_the_same_folder_is_another_one(
     tmp_path: Path, installed: list[WandbRun]
 ) -> None:
     for _ in range(2):
-        trainer(tmp_path / "run", settings("wandb")).run(StopRequest())
+        ran(tmp_path / "run", settings("wandb"))
     assert installed[0].arguments["id"] != installed[1].arguments["id"]
 
 
@@ -141,7 +136,7 @@ def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(
         raise ConnectionError("no answer")
 
     monkeypatch.setattr(WandbRun, {"init": "__init__"}.get(where, where), fails)
-    summary = trainer(tmp_path / "run", settings("wandb", "tensorboard")).run(StopRequest())
+    _, summary = ran(tmp_path / "run", settings("wandb", "tensorboard"))
     assert summary["steps"] == 6
     told = (tmp_path / "log").read_text()
     assert told.count("wandb has failed and gets no more rows, the run goes on") == 1
@@ -186,7 +181,7 @@ def test_without_tensorboard_a_note_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    trainer(tmp_path / "run", dataclasses.replace(settings("tensorboard"))).run(StopRequest())
+    ran(tmp_path / "run", settings("tensorboard"))
     assert "tensorboard gets no rows: it is not installed" in (tmp_path / "log").read_text()
     assert not (tmp_path / "run" / NAMES).exists()
 

@@ -192,13 +192,14 @@ def family_of(model: nn.Module) -> PackedFamily:
     problems = [*_same_places(layers), *_of_wrapper(model), *_of_attention(causal)]
     if kind not in FAMILIES:
         problems += _of_twin(causal, layers)
-    inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
+    mixers = [*filter(runner_of, causal.modules())]
+    inner = {part for mixer in mixers for part in mixer.modules()}.difference(mixers)
     for module in causal.modules():
         if isinstance(module, CROSSING) and module not in inner:
             problems.append(f"{type(module).__name__} reads several rows, and so other documents")
         if hasattr(module, "is_concatenated"):
             problems += expert_problems(module)
-        problems += mixer_problems(module)
+        problems += mixer_problems(module) if module not in inner else []
     _refuse(causal, problems)
     return family
 

@@ -121,22 +121,65 @@ def run_mamba(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
     return mixer.out_proj(y.to(x.dtype))
 
 
-def run_gated_delta(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
-    """A mixer of the gated delta rule: [T, H] -> [T, H]."""
-    ids = live_document_ids(batch)
-    q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
+class _Delta(NamedTuple):
+    """What a mixer of the gated delta rule computes of its input, all [T, ...].
+
+    columns: of queries, keys and values, before their convolution. gate: of the output. beta: [T,
+    heads]. decay: [T, heads], or one of each channel of keys.
+    """
+
+    columns: Tensor
+    gate: Tensor
+    beta: Tensor
+    decay: Tensor
+
+
+def _of_two_products(mixer: Any, x: Tensor) -> _Delta:
+    q, k, v, gate, beta, steps = mixer.fix_query_key_value_ordering(
         mixer.in_proj_qkvz(x[None]), mixer.in_proj_ba(x[None])
     )
     columns = torch.cat([part[0].flatten(1) for part in (q, k, v)], dim=-1)
+    return _Delta(columns, gate[0], beta[0].sigmoid(), _decay(mixer, steps[0]))
+
+
+def _of_four_products(mixer: Any, x: Tensor) -> _Delta:
+    decay = _decay(mixer, mixer.in_proj_a(x))
+    return _Delta(mixer.in_proj_qkv(x), mixer.in_proj_z(x), mixer.in_proj_b(x).sigmoid(), decay)
+
+
+def _of_six_products(mixer: Any, x: Tensor) -> _Delta:
+    columns = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], dim=-1)
+    beta = mixer.b_proj(x).sigmoid() * (2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0)
+    if hasattr(mixer, "forget_gate"):  # of every channel
+        return _Delta(
+            columns, mixer.g_b_proj(mixer.g_a_proj(x)), beta, mixer.forget_gate(x[None])[0]
+        )
+    return _Delta(columns, mixer.g_proj(x), beta, _decay(mixer, mixer.a_proj(x)))
+
+
+def _decay(mixer: Any, steps: Tensor) -> Tensor:
+    return -mixer.A_log.float().exp() * F.softplus(steps.float() + mixer.dt_bias.float())
+
+
+def run_gated_delta(
+    project: Callable[[Any, Tensor], _Delta], mixer: Any, x: Tensor, batch: PackedBatch
+) -> Tensor:
+    """A mixer of the gated delta rule: [T, H] -> [T, H]. Families differ in how they project."""
+    ids, made = live_document_ids(batch), project(mixer, x)
     weight = mixer.conv1d.weight.squeeze(1)
-    mixed = packed_causal_conv(columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
-    q, k, v = mixed.split((mixer.key_dim, mixer.key_dim, mixer.value_dim), dim=-1)
-    q, k = (_normalised(part.unflatten(-1, (-1, mixer.head_k_dim)).float()) for part in (q, k))
-    v = v.unflatten(-1, (-1, mixer.head_v_dim))
-    decay = -mixer.A_log.float().exp() * F.softplus(a[0].float() + mixer.dt_bias.float())
-    y = gated_delta(q * mixer.head_k_dim**-0.5, k, v, decay, b[0].sigmoid(), ids)
-    y = mixer.norm(y.flatten(0, 1), z[0].flatten(0, 1))
-    return mixer.out_proj(y.view(x.shape[0], -1))
+    mixed = packed_causal_conv(made.columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
+    heads, size = made.beta.shape[-1], getattr(mixer, "head_k_dim", getattr(mixer, "head_dim", 0))
+    value_dim = made.gate.flatten(1).shape[1]
+    key_dim = (mixed.shape[1] - value_dim) // 2
+    q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
+    q, k = (_normalised(part.unflatten(-1, (-1, size)).float()) for part in (q, k))
+    v = v.unflatten(-1, (heads, -1))
+    y = gated_delta(q * size**-0.5, k, v, made.decay, made.beta, ids)
+    norm, out = (
+        (mixer.norm, mixer.out_proj) if hasattr(mixer, "norm") else (mixer.o_norm, mixer.o_proj)
+    )
+    y = norm(y.flatten(0, 1), made.gate.reshape(-1, v.shape[-1]))
+    return out(y.view(x.shape[0], -1))
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -146,7 +189,22 @@ def _normalised(x: Tensor) -> Tensor:
 
 MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]], ...] = (
     (frozenset({"in_proj", "conv1d", "A_log", "D", "dt_bias", "ssm_state_size"}), run_mamba),
-    (frozenset({"in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias"}), run_gated_delta),
+    (
+        frozenset({"in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias"}),
+        functools.partial(run_gated_delta, _of_two_products),
+    ),
+    (
+        frozenset({"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log"}),
+        functools.partial(run_gated_delta, _of_four_products),
+    ),
+    (
+        frozenset({"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "conv1d", "A_log"}),
+        functools.partial(run_gated_delta, _of_six_products),
+    ),
+    (
+        frozenset({"q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "conv1d", "forget_gate"}),
+        functools.partial(run_gated_delta, _of_six_products),
+    ),
 )
 
 

@@ -377,14 +377,13 @@ class PackedModel(SharedRows, nn.Module):
         self, hidden: Tensor, weight: DTensor, labels: Tensor, output: Output
     ) -> Tensor:
         """As `read_head`, with the vocabulary split over ranks: the sum, or rows."""
-        if self.logit_scaling[1] or self.counts_hits:
-            raise ValueError(
-                "a head that is split over tensor parallel ranks has no soft cap and counts no hits"
-            )
+        if self.counts_hits:
+            raise ValueError("a head that is split over tensor parallel ranks counts no hits")
+        _, softcap = self.logit_scaling
         if output == "loss":
-            return head_cross_entropy(hidden, weight, labels)
+            return head_cross_entropy(hidden, weight, labels, softcap=softcap)
         entropy = output == "log_probabilities_and_entropies"
-        return head_log_probabilities(hidden, weight, labels, entropy)
+        return head_log_probabilities(hidden, weight, labels, entropy, softcap=softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of states [T, H] that the head reads: for a few rows at a time."""

@@ -5,9 +5,11 @@
                  |-- packed, all documents in one row        hidden states, loss, gradients   equal?
 
 The twin is of the model's class and configuration, at its widths, with as many layers as its kinds
-of layers need. Windows of attention are narrowed, so that short documents reach across them. The
-proof is made once for a class, a configuration and the versions of both libraries. It also counts
-the modules of each layer that read other tokens: a later call in which fewer run is refused.
+of layers need. Every integer of the configuration that shapes no tensor and that short documents
+would not reach (windows, chunks, places from which scales change, the most keys that are read) is
+made smaller than they are, whatever it is called. The proof is made once for a class, a
+configuration and the versions of both libraries. It also counts the modules of each layer that read
+other tokens: a later call in which fewer run is refused.
 """
 
 import copy
@@ -30,8 +32,13 @@ from packgraph.packing.capacity import Capacity
 
 LENGTHS, ROW = (21, 9, 14), Capacity(56, 4)  # of documents; the rest of the row is padding
 FEWEST_LAYERS, MOST_LAYERS = 2, 8
-WINDOW = 8  # of attention, whatever its entry is called: narrower than a document
-SMALLER = {"attention_chunk_size": WINDOW, "vocab_size": 512}  # neither widths nor what layers do
+REACHED = 8  # a place that every document goes beyond
+FEWEST_WORDS = 512
+# What making a model raises where a number is none of its settings.
+UNMADE = (
+    *(ValueError, TypeError, RuntimeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError),
+)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k", "n_group")  # twice as many are kept
 FEWEST_EXPERTS = 16
@@ -240,13 +247,13 @@ def _twin(causal: Any) -> Any:
     config.num_hidden_layers = layers
     config.pad_token_id = None if getattr(config, "pad_token_id", None) is None else 0
     kept = max(FEWEST_EXPERTS, *(2 * int(getattr(config, name, 0) or 0) for name in CHOSEN))
-    windows = {name: WINDOW for name in vars(config) if "window" in name}
-    for name, most in (windows | SMALLER | dict.fromkeys(EXPERTS, kept)).items():
+    for name, most in ({"vocab_size": FEWEST_WORDS} | dict.fromkeys(EXPERTS, kept)).items():
         now = getattr(config, name, None)
         if isinstance(now, int) and now > most:
             setattr(config, name, most)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    _bring_within_reach(type(causal), config)
     twin = type(causal)(config).float()
     twin.set_attn_implementation("eager")
     if any(hasattr(module, "is_concatenated") for module in twin.modules()):
@@ -258,6 +265,36 @@ def _twin(causal: Any) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return twin.eval()
+
+
+def _bring_within_reach(kind: Any, config: Any) -> None:
+    """Set every integer of `config` that no document reaches (tokens of the vocabulary and bases of
+    rotary positions are none) to one that all do, if models of `kind` keep the shapes of
+    all their tensors."""
+
+    def shapes() -> list[Any]:
+        with torch.device("meta"):
+            made = kind(config)
+        return [(name, value.shape) for name, value in _tensors(made)]
+
+    usual = shapes()
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [table for table in rotary.values() if isinstance(table, dict)]
+    for table in (vars(config), rotary, *kinds):
+        for name, value in list(table.items()):
+            counts = type(value) is int and not name.endswith(("_id", "theta"))
+            if counts and value > max(LENGTHS):
+                table[name] = REACHED
+                try:
+                    same = shapes() == usual
+                except UNMADE:
+                    same = False
+                table[name] = table[name] if same else value
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _documents(twin: Any) -> list[Tensor]:

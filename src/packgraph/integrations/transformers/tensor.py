@@ -7,7 +7,8 @@ et al. 2019, arXiv:1909.08053). Between modules hidden states are plain tensors,
 all ranks, or with `sequence` this rank's rows [1, T / ranks, H], which norms and residuals work on
 (Korthikanti et al. 2022, arXiv:2205.05198); DTensors live within a module only. Embedding and head
 are split by the vocabulary, as those of `packgraph.parallel.tensor`. Experts, and what no plan
-names, stay whole and compute alike.
+names, stay whole and compute alike. Adapters of PEFT follow their layers: B is split with a layer's
+outputs, A with its inputs, and the other of the two is whole.
 
 The invariant: a whole parameter has the same gradient on all ranks. It would have a part of it
 where it reads some of the heads, so a module with split layers must name all its parameters.
@@ -48,6 +49,33 @@ STYLES: dict[str, ParallelStyle] = {
 BY_OUTPUTS, BY_INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 
 
+def _linear(layer: nn.Module) -> nn.Module:
+    """The layer that a LoRA layer of PEFT adapts, or the layer itself."""
+    adapted = hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
+    return layer.get_submodule("base_layer") if adapted else layer
+
+
+def _styles(name: str, layer: nn.Module, word: str, rows: Placement) -> dict[str, ParallelStyle]:
+    """How a layer that the plan names is split, with its adapters; by the names of modules. rows:
+    how its output lies where it is added to hidden states."""
+    style = RowwiseParallel(output_layouts=rows) if word == "rowwise" else STYLES[word]
+    if _linear(layer) is layer:
+        return {name: style}
+    found: dict[str, ParallelStyle] = {f"{name}.base_layer": style}
+    for adapter in dict(layer.get_submodule("lora_A").named_children()):
+        down, up, whole = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}", (Replicate(),)
+        if word in BY_OUTPUTS:
+            found[down] = PrepareModuleInput(
+                input_layouts=whole, desired_input_layouts=whole, use_local_output=True
+            )
+            found[up] = style
+        else:
+            found[down] = style
+            if rows != Replicate():  # this rank's rows, of which the gradient of B is a part
+                found[up] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    return found
+
+
 def _common_input(module: nn.Module, rows: Placement) -> ParallelStyle:
     """The style that makes a module's input one whole DTensor for all layers split by outputs in
     it: the gradients that they give it are added on this rank, and reduced over ranks once.
@@ -72,9 +100,13 @@ def _common_owners(causal: Any, plan: dict[str, str]) -> list[str]:
         linear = {
             f"{name}.{key}": child
             for key, child in module.named_children()
-            if isinstance(child, nn.Linear)
+            if isinstance(_linear(child), nn.Linear)
         }
-        inputs = [child.in_features for key, child in linear.items() if plan.get(key) == "colwise"]
+        inputs = [
+            _linear(child).in_features
+            for key, child in linear.items()
+            if plan.get(key) == "colwise"
+        ]
         if len(inputs) > 1 and {*inputs} == {hidden} and linear.keys() <= plan.keys():
             found.append(name)
     return found
@@ -117,7 +149,9 @@ def tensor_problems(packed: PackedModel, ranks: int, sequence: bool = False) -> 
     unknown = sorted({*plan.values()} - {*STYLES})
     problems = [f"its plan has {', '.join(unknown)}, which packgraph does not know"] * bool(unknown)
     for name, word in split.items():
-        layer = modules[name]
+        layer = _linear(modules[name])
+        if getattr(modules[name], "lora_magnitude_vector", None):
+            problems.append("DoRA is not split yet: its magnitudes read whole matrices")
         if type(layer) is not nn.Linear:
             problems.append(f"{name} is {type(layer).__name__}, not nn.Linear")
             continue
@@ -133,7 +167,6 @@ def tensor_problems(packed: PackedModel, ranks: int, sequence: bool = False) -> 
         problem
         for problem, is_there in {
             "its head is not one matrix": packed.last and not is_plain(head),
-            "its logits have a soft cap": packed.logit_scaling[1] > 0,
             f"a vocabulary of {vocabulary} leaves some of {ranks} ranks without a row": (
                 (ranks - 1) * -(-vocabulary // ranks) >= vocabulary
             ),
@@ -215,15 +248,12 @@ def parallelize(packed: Any, mesh: DeviceMesh, *, sequence: bool = False) -> Non
         raise ValueError("; ".join(problems))
     causal, rows = packed.causal, Shard(1) if sequence else Replicate()
     words = tensor_plan(causal)
-    plan = {name: STYLES[word] for name, word in words.items()}
+    plan = dict[str, ParallelStyle]()
+    for name, word in words.items():
+        plan |= _styles(name, causal.get_submodule(name), word, rows)
     for name in _common_owners(causal, words):
         plan[name] = _common_input(causal.get_submodule(name), rows)
     if sequence:
-        plan |= {
-            name: RowwiseParallel(output_layouts=rows)
-            for name, word in words.items()
-            if word == "rowwise"
-        }
         norms = {id(child) for layer in packed.layers for child in layer.children()}
         norms |= {id(getattr(packed.decoder, packed.family.norm))}
         own = SequenceParallel(sequence_dim=1, use_local_output=True)
@@ -233,7 +263,10 @@ def parallelize(packed: Any, mesh: DeviceMesh, *, sequence: bool = False) -> Non
             if id(module) in norms and _is_norm(module)
         }
         packed.split_rows = True
+    trained = {name: value.requires_grad for name, value in causal.named_parameters()}
     parallelize_module(causal, mesh, plan, src_data_rank=None)
+    for name, value in causal.named_parameters():
+        value.requires_grad_(trained[name])  # SequenceParallel trains all that it replicates
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     ties = isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None)
     for module in (embedding, head):

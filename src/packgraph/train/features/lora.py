@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
@@ -50,11 +51,11 @@ def lora_problems(config: TrainConfig) -> list[str]:
         {
             "lora.rank needs the package `peft`: pip install peft": importlib.util.find_spec("peft")
             is None,
-            f"lora.rank with parallel.tp = {parallel.tp}, ep = {parallel.ep} is not there yet: "
-            "adapters run on replicas (parallel.dp), contexts (parallel.cp) and, with hf:PATH, in "
-            "pipelines (parallel.pp)": max(parallel.tp, parallel.ep) > 1,
-            f"lora.rank with parallel.pp = {parallel.pp} is for hf:PATH": not live
-            and parallel.pp > 1,
+            f"lora.rank with parallel.ep = {parallel.ep} is not there yet: adapters run on "
+            "replicas (parallel.dp), contexts (parallel.cp) and, with hf:PATH, in pipelines "
+            "(parallel.pp) and on tensor parallel ranks (parallel.tp)": parallel.ep > 1,
+            f"lora.rank with parallel.pp = {parallel.pp}, tp = {parallel.tp} is for "
+            "hf:PATH": not live and max(parallel.pp, parallel.tp) > 1,
             "lora.rank is for models of attention and dense feed-forward layers, or "
             "hf:PATH": not live
             and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
@@ -150,7 +151,11 @@ def base_fingerprints(
 
 def _frozen(model: ModelChunks) -> list[tuple[str, Tensor]]:
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    return sorted(named for named in model.state_dict().items() if named[0] not in trained)
+    return [
+        (name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in sorted(model.state_dict().items())
+        if name not in trained
+    ]
 
 
 def _digest(named: Iterable[tuple[str, Tensor]]) -> str:

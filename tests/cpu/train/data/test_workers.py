@@ -18,7 +18,7 @@ import pytest
 import torch
 from shardkit import write_rows
 from trainkit import CAPACITIES as SMALL
-from trainkit import StopAfter, equal, state_of, tiny, trainer
+from trainkit import StopAfter, ended, equal, state_of, tiny, trainer
 from workerkit import Faulty, Mixture, Texts, write_mixed
 
 from packgraph.graphs.errors import PackgraphWarning
@@ -46,7 +46,7 @@ from packgraph.train.data.workers import (
     Work,
 )
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.signals import SIGNALS, StopRequest
+from packgraph.train.signals import SIGNALS
 
 CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
 ROOT = Path(__file__).parents[4]
@@ -386,28 +386,22 @@ class EndOfJob(StopAfter):
 def test_a_run_goes_on_bitwise_with_other_numbers_of_workers(tmp_path, none_left):
     data = write_rows(tmp_path / "rows.jsonl", 40)
     straight = run_of(tmp_path / "straight", data, graph=False)
-    straight.run(StopRequest())
+    expected = state_of(ended(straight)[0])
     first = run_of(tmp_path / "run", with_workers(data, 2))
     assert first.run(EndOfJob(3))["steps"] == 3
     assert len(workers()) == 2
     first.close()
     assert not workers()
     second = run_of(tmp_path / "run", with_workers(data, 0))
-    second.resume()
-    assert second.run(StopAfter(2))["steps"] == 5
-    second.close()
-    third = run_of(tmp_path / "run", with_workers(data, 1))
-    third.resume()
-    summary = third.run(StopRequest())
-    third.close()
-    equal(state_of(straight), state_of(third))
+    assert ended(second, StopAfter(2), resume=True)[1]["steps"] == 5
+    third, summary = ended(run_of(tmp_path / "run", with_workers(data, 1)), resume=True)
+    equal(state_of(third), expected)
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert third.feed.state_dict() == straight.feed.state_dict()
     rows = read_metrics(tmp_path / "run" / METRICS)
     # The first step of the process waited until a worker was there.
     assert max(row["data_wait"] for row in rows[5:]) == rows[5]["data_wait"] > 0.5
     assert summary["data_wait_fraction"] > 0
-    straight.close()
 
 
 @pytest.mark.parametrize(
