@@ -191,7 +191,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "plan": (
         "plan [DATA]",
-        "draw a pipeline schedule, or choose buckets for the lengths of DATA",
+        "draw a pipeline schedule, or choose buckets for DATA",
     ),
     "data": (
         "data build|check",
