@@ -54,8 +54,10 @@ def lora_problems(config: TrainConfig) -> list[str]:
             f"lora.rank with parallel.ep = {parallel.ep} is not there yet: adapters run on "
             "replicas (parallel.dp), contexts (parallel.cp) and, with hf:PATH, in pipelines "
             "(parallel.pp) and on tensor parallel ranks (parallel.tp)": parallel.ep > 1,
-            f"lora.rank with parallel.pp = {parallel.pp}, tp = {parallel.tp} is for "
-            "hf:PATH": not live and max(parallel.pp, parallel.tp) > 1,
+            f"lora.rank with parallel.pp = {parallel.pp} is for hf:PATH": not live
+            and parallel.pp > 1,
+            f"lora.rank with parallel.tp = {parallel.tp} is for hf:PATH": not live
+            and parallel.tp > 1,
             "lora.rank is for models of attention and dense feed-forward layers, or "
             "hf:PATH": not live
             and (model.experts.enabled or model.latent.enabled or bool(model.pattern)),
