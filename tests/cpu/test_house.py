@@ -510,7 +510,7 @@ STATEMENTS = {
     "parallel": 3371,
     "models": 1823,
     "viz": 337,
-    "integrations": 1593,
+    "integrations": 1594,
     "train": 9002,
     "verification": 840,
     "bench": 484,

@@ -461,8 +461,9 @@ class PackedModel(SharedRows, nn.Module):
         if not self.family.rotary:
             return {}
         rotary = getattr(self.decoder, self.family.rotary)
-        if not self.layer_types:
-            return {"": rotary(hidden, positions)}
+        if not self.layer_types:  # time, height and width are one in text
+            axes = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
+            return {"": rotary(hidden, axes)}
         return {kind: rotary(hidden, positions, kind) for kind in sorted({*self.layer_types})}
 
     def extra_repr(self) -> str:
