@@ -510,13 +510,13 @@ STATEMENTS = {
     "parallel": 3371,
     "models": 1823,
     "viz": 337,
-    "integrations": 1594,
-    "train": 9002,
+    "integrations": 1604,
+    "train": 9003,
     "verification": 840,
     "bench": 484,
     "commands": 220,
     "cli": 121,
-    "tests": 44540,
+    "tests": 44558,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 from transformers.modeling_layers import GradientCheckpointingLayer
 from tuningkit import VOCAB, logits, tiny_model, train, words
 
@@ -298,3 +298,25 @@ def test_weights_that_lack_a_tensor_are_refused(
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     err = _refused(capsys, words(tmp_path, tmp_path / "model"))
     assert "missing model.norm.weight" in err
+
+
+def test_a_checkpoint_with_images_trains_and_exports_its_text(tmp_path: Path) -> None:
+    linear = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config=text | linear, vision_config=vision | {"out_hidden_size": 32}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        whole = Qwen3_5ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path / "model")
+    run = train(tmp_path / "run", tmp_path / "model")
+    assert cli.main(["export", str(run), str(tmp_path / "text")]) == 0
+    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "text").named_parameters())
+    before = whole.model.language_model.embed_tokens.weight
+    after = trained["model.embed_tokens.weight"]
+    assert after.shape == before.shape and not torch.equal(after, before)
+    assert not [name for name in trained if "visual" in name]

@@ -34,6 +34,7 @@ from packgraph.integrations.transformers.model import PackedModel, packed, preci
 from packgraph.integrations.transformers.tensor import tensor_problems
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
+from packgraph.ops.names import NATIVE
 from packgraph.train.config.presets import LIVE
 from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem, true_of
 from packgraph.train.config.sections import TrainConfig
@@ -147,14 +148,14 @@ def _try_out(model: nn.Module, path: str) -> None:
 @functools.lru_cache(maxsize=4)
 def live_shape(path: str) -> LiveShape:
     """Sizes and stages of the model in `path`. Allocates nothing. Raises ConfigError."""
-    config = live_config(path)
     with torch.device("meta"):
         with _of_config(path):
             model = transformers_module().AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager"
+                live_config(path), attn_implementation="eager"
             )
         _try_out(model, path)
         wrapped = packed_or_refused(model, f"hf:{path}", prove=False)
+    config = model.config  # of a checkpoint with images that of its text
     found = {field: getattr(config, name, None) for field, name in SIZES.items()}
     sizes = {field: value for field, value in found.items() if value is not None}
     sizes.setdefault("num_kv_heads", sizes.get("num_heads"))
@@ -184,10 +185,12 @@ def _never(state: Any) -> Any:
     raise AssertionError("stages of a shape are not run")
 
 
-def packed_or_refused(model: nn.Module, place: str, prove: bool = True) -> PackedModel:
+def packed_or_refused(
+    model: nn.Module, place: str, precision: str = NATIVE, bf16_ends: int = 1, prove: bool = True
+) -> PackedModel:
     """`packed(model)`. Raises ConfigError naming `place` where it cannot be packed."""
     try:
-        return packed(model, prove=prove)
+        return packed(model, precision=precision, bf16_ends=bf16_ends, prove=prove)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"{place}: {error}"]) from error
 
@@ -267,7 +270,7 @@ def build_live(
             defer_copies(made, device)
         else:
             made = made.to(device)
-    return packed(made, precision=shape.precision, bf16_ends=shape.bf16_ends)
+    return packed_or_refused(made, f"hf:{path}", shape.precision, shape.bf16_ends)
 
 
 def _deferred(
