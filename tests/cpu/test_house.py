@@ -510,7 +510,7 @@ STATEMENTS = {
     "parallel": 3371,
     "models": 1823,
     "viz": 337,
-    "integrations": 1604,
+    "integrations": 1605,
     "train": 9003,
     "verification": 840,
     "bench": 484,

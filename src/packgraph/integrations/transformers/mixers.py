@@ -122,7 +122,7 @@ def run_mamba(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
 
 
 class _Delta(NamedTuple):
-    """What a mixer of the gated delta rule computes of its input, all [T, ...].
+    """Projections of the input of a mixer of the gated delta rule, all [T, ...].
 
     columns: of queries, keys and values, before their convolution. gate: of the output. beta: [T,
     heads]. decay: [T, heads], or one of each channel of keys.

@@ -56,8 +56,8 @@ def _linear(layer: nn.Module) -> nn.Module:
 
 
 def _styles(name: str, layer: nn.Module, word: str, rows: Placement) -> dict[str, ParallelStyle]:
-    """How a layer that the plan names is split, with its adapters; by the names of modules. rows:
-    how its output lies where it is added to hidden states."""
+    """Parallel styles of a layer that the plan names and of its adapters, by the names of modules.
+    rows: placement of its output where it is added to hidden states."""
     style = RowwiseParallel(output_layouts=rows) if word == "rowwise" else STYLES[word]
     if _linear(layer) is layer:
         return {name: style}
