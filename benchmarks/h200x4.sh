@@ -25,7 +25,7 @@ DRY=${DRY:-0}
 TINY=${TINY:-0}
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
 GRACE=35 # seconds until a job that was told to end is killed; torchrun gives its workers 30
-export PYTHONPATH="$PWD/src:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=${COLUMNS:-160}
+export PYTHONPATH="$PWD/src:$PWD/tests/helpers:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=${COLUMNS:-160}
 if [ "$GPUS" != 4 ] && [ "$GPUS" != 8 ]; then
     echo "four or eight GPUs are needed, $GPUS are here; GPUS=4 makes use of four of more" >&2
     exit 2
@@ -106,12 +106,12 @@ if [ "$TINY" = 0 ]; then
     WIDE="qwen3-0.6b --model.hidden-size 4096 --model.intermediate-size 12288 --model.num-heads 32
         --model.num-kv-heads 8 --model.tie-embeddings false --model.num-layers 2 --model.vocab-size 4096
         --run.dtype bfloat16" # Qwen3-8B's
-    ROW=1024 ALL=27 LONG=100
+    ROW=1024 ALL=27 LONG=100 LOOPS=""
     COMPILED="dynamic+graph+compile fixed+graph+compile"
 else
     MOONLIGHT="moonlight-tiny --run.device cpu"
     WIDE="qwen3-tiny --run.device cpu"
-    ROW=64 ALL=3 LONG=4 COMPILED=""
+    ROW=64 ALL=3 LONG=4 COMPILED="" LOOPS="--model tiny --rows 64"
 fi
 # Few documents wait to be combined, since otherwise all rows are of the larger size.
 ROWS="--data.window 4 --graph.capacities ${ROW}x16,$((2 * ROW))x32 --run.tokens-per-step $((2 * ROW * GPUS))"
@@ -154,6 +154,8 @@ case $GPUS in
     verify live-tp-cp 60 $LLAMA --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
     verify live-pp-shard 60 $LLAMA --parallel.pp 2 --parallel.shard parameters $ROWS --steps 8
     verify tp-cp 60 $WIDE --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
+    verify soak 240 $MOONLIGHT --model.num-layers 3 $(contexts 4 8) --steps $LONG
+    job loops 120 tests/gpu/loop_ranks.py $LOOPS
     deep deep 540 "$WAYS step step+stash" --parallel.ep 4
     ;;
 8)

@@ -16,10 +16,20 @@ import packgraph
 pytest.importorskip("transformers", reason="the models are of this library")
 pytest.importorskip("accelerate", reason="the loops are of this library")
 
+from loopkit import (
+    ACCUMULATED,
+    STEPS,
+    assert_same,
+    facts,
+    own_loop,
+    trainer_of,
+    weights,
+    with_accelerate,
+    with_trainer,
+)
 from packed_families import CAPACITY, build, random_batches
-from trainer_runs import documents, logged, model, options, tokenizer, trained
+from trainer_runs import trained
 
-STEPS, ACCUMULATED = 4, 2
 WEIGHTS = {"rtol": 1e-3, "atol": 1e-4}  # Adam divides gradients by their own size
 
 
@@ -32,15 +42,6 @@ def torchrun(mesh):
         yield
 
 
-def weights(made):
-    return {name: tensor.detach().clone() for name, tensor in made.named_parameters()}
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
 def assert_near(ours, theirs):
     """Within the rounding of sums over ranks."""
     assert ours.keys() == theirs.keys()
@@ -48,71 +49,14 @@ def assert_near(ours, theirs):
         torch.testing.assert_close(ours[name], theirs[name], **WEIGHTS)
 
 
-def own_loop(rank):
-    """By `replicate`; rank None: one process with all microbatches. Each counts alike, as in
-    Accelerate."""
-    from packgraph.integrations.transformers import packed
-
-    made = build("llama")
-    called = packgraph.graph(packed(made), capacities=[CAPACITY], warmup=1)
-    if rank is not None:
-        called = packgraph.replicate(called)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
-    batches = random_batches(2 * STEPS * ACCUMULATED)
-    share = ACCUMULATED * (2 if rank is None else 1)
-    mine = batches if rank is None else batches[rank::2]
-    for number, batch in enumerate(mine, 1):
-        last = number % share == 0
-        waits = rank is not None and not last
-        with called.no_sync() if waits else contextlib.nullcontext():
-            (called(batch) / share).backward()
-        if last:
-            torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights(made)
-
-
-def with_accelerate(mesh):
-    import accelerate
-
-    from packgraph.integrations.accelerate import prepare
-    from packgraph.integrations.transformers import packed
-
-    found = []
-    for eager in (False, True):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        with torchrun(mesh), tempfile.TemporaryDirectory() as folder:
-            accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
-            assert accelerator.num_processes == 2
-            made = build("llama")
-            module = prepare(accelerator, packed(made), capacities=[CAPACITY], warmup=1)
-            optimizer, loader = accelerator.prepare(
-                torch.optim.AdamW(made.parameters(), lr=0.01),
-                torch.utils.data.DataLoader(
-                    random_batches(2 * STEPS * ACCUMULATED), collate_fn=lambda rows: rows[0]
-                ),
-            )
-            with packgraph.eager("comparison") if eager else contextlib.nullcontext():
-                for batch in loader:
-                    with accelerator.accumulate(module):
-                        accelerator.backward(module(batch))
-                        if accelerator.sync_gradients:
-                            accelerator.clip_grad_norm_(made.parameters(), 1.0)
-                        optimizer.step()
-                        optimizer.zero_grad()
-            found.append(weights(made))
-            accelerator.save_state(folder)
-            assert bool(os.listdir(folder)) and accelerator.is_main_process == (mesh.rank == 0)
-            with torch.no_grad():
-                losses = accelerator.gather(module.eval()(random_batches(2)[mesh.rank])[None])
-            assert len(losses) == 2 and losses[0] != losses[1]
-    return *found, own_loop(mesh.rank), module.stats.fallbacks["comparison"]
+def accelerated(mesh):
+    with torchrun(mesh):
+        return *with_accelerate(mesh.rank), own_loop(mesh.rank)
 
 
 def test_accelerate():
     alone = own_loop(None)
-    for graphs, eager, own, compared in run_ranks(with_accelerate, 2):
+    for graphs, eager, compared, own in run_ranks(accelerated, 2):
         assert compared == STEPS * ACCUMULATED
         assert_same(graphs, eager)
         assert_same(graphs, own)
@@ -174,65 +118,9 @@ def test_fabric():
         assert_near(graphs, alone)
 
 
-def trainer_of(folder, library="transformers", capacities=None, **changes):
-    """A trainer, and what it logs. Six steps; four microbatches of four examples in each."""
-    from packgraph.integrations.transformers import PackedTrainer
-
-    data, test = documents(120), documents(16, seed=1)
-    changes = {"gradient_accumulation_steps": 4, "eval_strategy": "steps", **changes}
-    changes |= {"eval_steps": 3, "save_strategy": "steps", "save_steps": 6}
-    if library == "trl":
-        import trl
-
-        class Packed(PackedTrainer, trl.SFTTrainer):
-            """The trainer of this test."""
-
-        import datasets
-
-        return Packed(
-            model(),
-            trl.SFTConfig(**options(folder, **changes, max_length=None, bf16=False)),
-            train_dataset=datasets.Dataset.from_list(data),
-            eval_dataset=datasets.Dataset.from_list(test),
-            processing_class=tokenizer(),
-        )
-    import transformers
-
-    class Packed(PackedTrainer, transformers.Trainer):
-        """The trainer of this test."""
-
-    arguments = transformers.TrainingArguments(**options(folder, **changes))
-    more = {"capacities": capacities, "token_accuracy": True}
-    return Packed(model(), arguments, train_dataset=data, eval_dataset=test, **more)
-
-
-def facts(trainer):
-    return {
-        "weights": weights(trainer.model),
-        "losses": logged(trainer, "loss"),
-        "evaluated": logged(trainer, "eval_loss"),
-        "accuracies": logged(trainer, "mean_token_accuracy"),
-        "replayed": trainer.stats.replayed,
-        "packs": trainer.packing.packs,
-    }
-
-
-def with_trainer(mesh, folder, library, changes):
-    import accelerate
-    import transformers
-
-    found = []
-    for eager in (False, True):
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        with torchrun(mesh):
-            where = f"{folder}/{'eager' if eager else 'graphs'}"
-            trainer = trainer_of(where, library, **{"gradient_accumulation_steps": 2, **changes})
-            assert trainer.accelerator.num_processes == 2
-            found.append(facts(trained(trainer, eager=eager)))
-            dist.barrier()
-            kept = transformers.AutoModelForCausalLM.from_pretrained(f"{where}/checkpoint-6")
-            assert_same(weights(kept), weights(trainer.model))
-    return found
+def by_trainer(mesh, *arguments):
+    with torchrun(mesh):
+        return with_trainer(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +137,7 @@ def test_trainers(library, changes, tmp_path, one_process):
     if library == "trl":
         pytest.importorskip("trl", reason="the loop is of this library")
     alone = facts(trained(trainer_of(tmp_path / "alone", library, **changes)))
-    results = run_ranks(with_trainer, 2, str(tmp_path), library, changes, seconds=120)
+    results = run_ranks(by_trainer, 2, str(tmp_path), library, changes, seconds=120)
     for graphs, eager in results:
         assert graphs["replayed"] >= graphs["packs"] - 2 >= 4 and eager["replayed"] == 0
         assert_same(graphs["weights"], eager["weights"])

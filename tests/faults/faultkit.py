@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
@@ -91,9 +92,10 @@ def _run_with_fault(
     wake: float | None = None,
     limit: float = 60.0,
     more: Sequence[str] = (),
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Train in `folder` until rank `culprit` fails in `phase`. wake: seconds after which a stopped
-    rank goes on."""
+    rank goes on. settings: of the environment of all ranks."""
     world, stamp = 4 if layout in PAIRS else 2, folder / "stamp"
     for left in folder.glob("stamp*"):  # of a run before, in the same folder
         left.unlink()
@@ -107,6 +109,7 @@ def _run_with_fault(
     ]
     command = [str(SCRIPT), str(culprit), fault, phase, str(stamp), *words]
     environment = os.environ | {
+        **settings,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(SOURCE),
         "PYTHONUNBUFFERED": "1",

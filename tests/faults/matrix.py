@@ -7,14 +7,18 @@ A capture that raises before its exchanges ends nothing where its partners come 
 on eagerly, and end with 0. Partners come that have nothing to exchange (dp, pp), and with NCCL all,
 whose exchanges are queued; with gloo a partner of tp, cp and ep waits in one.
 Words choose: dp-tp kill save ... On the device cuda, each rank on one of its own, ranks exchange
-data by NCCL; layouts of pairs need four.
+data by NCCL; layouts of pairs need four. --jobs N runs so many cases side by side, their rank 0 on
+one card after the other: on four cards 8 are well below the limits.
 """
 
 import argparse
 import itertools
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import faultkit
@@ -25,8 +29,12 @@ LAUNCHERS = ("plain", "torchrun")
 LIMIT = 15.0
 
 
-def verdict(layout: str, fault: str, phase: str, launcher: str, device: str) -> tuple[bool, str]:
-    """Run one case; whether it went as it should, and a row of the table."""
+def verdict(
+    layout: str, fault: str, phase: str, launcher: str, device: str, number: int
+) -> tuple[bool, str]:
+    """Run case `number`; whether it went as it should, and a row of the table."""
+    cards = torch.cuda.device_count() if device == "cuda" else 0
+    order = ",".join(str((2 * number + place) % cards) for place in range(cards))
     with tempfile.TemporaryDirectory() as folder:
         found = faultkit.run_with_fault(
             Path(folder),
@@ -35,6 +43,7 @@ def verdict(layout: str, fault: str, phase: str, launcher: str, device: str) -> 
             phase,
             torchrun=launcher == "torchrun",
             more=("--run.device", device),
+            settings={"CUDA_VISIBLE_DEVICES": order} if cards else {},
         )
     seconds = "none" if found.seconds is None else f"{found.seconds:.1f}"
     errors = [lines for rank, lines in found.errors().items() if rank not in (-1, 1)]
@@ -57,6 +66,7 @@ def main() -> int:
     axes = [[*faultkit.LAYOUTS, *faultkit.PAIRS], list(FAULTS), list(PHASES), list(LAUNCHERS)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
         "words", nargs="*", help="of which layouts, faults, phases and launchers; none = all"
     )
@@ -66,13 +76,20 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"unknown: {unknown}; known: {axes}")
     chosen = [[value for value in axis if value in words] or axis for axis in axes]
-    wrong = 0
-    for layout, fault, phase, launcher in itertools.product(*chosen):
-        if phase == "data" and fault != "raise":
-            continue
-        good, row = verdict(layout, fault, phase, launcher, asked.device)
-        wrong += not good
-        print(row, flush=True)
+    cases = [
+        (layout, fault, phase, launcher)
+        for layout, fault, phase, launcher in itertools.product(*chosen)
+        if phase != "data" or fault == "raise"
+    ]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        started = [
+            pool.submit(verdict, *case, asked.device, number) for number, case in enumerate(cases)
+        ]
+        wrong = 0
+        for case in as_completed(started):
+            good, row = case.result()
+            wrong += not good
+            print(row, flush=True)
     print(f"{wrong} wrong")
     return int(wrong > 0)
 
