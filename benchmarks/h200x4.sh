@@ -150,9 +150,9 @@ case $GPUS in
     # Rows over changing numbers of ranks need two more of them beside TP2 x PP2, so eight.
     verify tp-pp 70 $WIDE --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
     bench workload 100 --ways fixed dynamic dynamic+graph $COMPILED --places 64 --rounds 8
-    verify live-tp-pp 60 $LLAMA --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
-    verify live-tp-cp 60 $LLAMA --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
-    verify live-pp-shard 60 $LLAMA --parallel.pp 2 --parallel.shard parameters $ROWS --steps 8
+    verify live-tp-pp 150 $LLAMA --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
+    verify live-tp-cp 150 $LLAMA --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
+    verify live-pp-shard 150 $LLAMA --parallel.pp 2 --parallel.shard parameters $ROWS --steps 8
     verify tp-cp 60 $WIDE --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
     verify soak 240 $MOONLIGHT --model.num-layers 3 $(contexts 4 8) --steps $LONG
     job loops 120 tests/gpu/loop_ranks.py $LOOPS

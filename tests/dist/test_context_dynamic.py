@@ -171,7 +171,7 @@ def verified(mesh, settings, layout):
 @pytest.mark.parametrize(
     ("layout", "granularity", "steps"),
     [
-        (CP4, "chunk", 4),
+        (CP4, "chunk", 6),
         pytest.param(CP2_PP2, "chunk", 5, marks=pytest.mark.slow),
         pytest.param(CP4, "layer", 5, marks=pytest.mark.slow),
         pytest.param(CP2_TP2, "chunk", 5, marks=pytest.mark.slow),

@@ -33,9 +33,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from packgraph.graphs.agreement import set_consensus
 from packgraph.ops.float8.linear import Float8Linear, RankSplit, layer_problem
 from packgraph.ops.linear import PRODUCTS
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import consensus_over
 
 VOCABULARY = ("embed_tokens", "lm_head")
 BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -118,6 +120,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
             # `parallel/vocabulary.py` reads these weights, the modules are never called.
             distribute(module, "weight", mesh, Shard(0))
     model.split_rows = sequence  # type: ignore[assignment]
+    set_consensus(model, consensus_over(mesh.get_group()))
     for module in model.modules() if sequence else ():
         if hasattr(module, "row_mesh"):
             module.row_mesh = mesh  # type: ignore[assignment]

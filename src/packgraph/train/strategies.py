@@ -157,9 +157,15 @@ class Executor:
 
     def build(self, capacities: Sequence[Capacity]) -> None:
         """Captures these capacities, largest first."""
+        self.capture_rows(capacities)
+
+    def capture_rows(
+        self, capacities: Sequence[Capacity], slots: int | None = None, training: bool = True
+    ) -> None:
+        """Does as `build`, of no pipeline. slots, training: as in `Control.build`."""
         for number, graphed in enumerate(self.graphed):
             samples = [self.arguments(number, capacity) for capacity in capacities]
-            graphed.build(samples, watch=self._watch)
+            graphed.build(samples, slots, training, self._watch)
 
     def _watch(self, captures: Sequence[Any]) -> Iterator[Any]:
         """Shows how many of these captures are done."""
@@ -184,9 +190,7 @@ class Executor:
         """Captures the forwards of all rows, in evaluation mode, where ranks have different ones at
         a time: as they come, ranks would not meet to capture the same. Collective."""
         if self.rows_differ and self.replays:
-            for graphed in self.graphed:
-                samples = [self.arguments(0, capacity) for capacity in self.bank()]
-                graphed.build(samples, training=False)
+            self.capture_rows(self.bank(), training=False)
 
     def before_step(self, steps_done: int) -> bool:
         """Captures all graphs if `steps_done` (of this process) is the end of warm-up, and if

@@ -108,6 +108,9 @@ class ComparedRun:
         self.optimizer.zero_grad()
         loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
         if in_flight and type(self.executor) is MicrobatchExecutor:
+            if self.executor.rows_differ and self.executor.replays:
+                # As they come, ranks would not meet to capture the same.
+                self.executor.capture_rows(self.executor.bank(), len(share))
             loss = accumulate(
                 self.executor.loss,
                 share,

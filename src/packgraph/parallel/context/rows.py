@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.agreement import set_consensus
 from packgraph.ops.attention.context import ContextGroup, swap_parts
 from packgraph.ops.attention.kind import ContextChoice, ContextWish, choose_context_kind
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.ranks import stage_consensus
 
 
 def context_choice(
@@ -109,3 +111,4 @@ def spread_context(
         kind = context_choice(config, size, mesh.size("tp"), wish).kind
         model.contexts[size] = ContextGroup(size, mesh.place["cp"] % size, name, kind)
         swap_parts(torch.zeros(size, device=device), name)
+    set_consensus(model, stage_consensus(mesh))
