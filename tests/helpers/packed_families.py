@@ -417,6 +417,13 @@ OF_KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "deepseek_v2": {"num_key_value_heads": 4},
+    "gemma4_text": {  # heads of two sizes, keys that are values, experts beside a dense layer
+        **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0),
+        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1},
+        **{"attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4},
+        **{"top_k_experts": 2, "moe_intermediate_size": 24, "final_logit_softcapping": 2.0},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 
@@ -425,13 +432,14 @@ def any_decoder(kind: str, **changes: Any) -> nn.Module:
     config."""
     transformers = importlib.import_module("transformers")
     made, sizes = transformers.CONFIG_MAPPING[kind], {}
-    usual = made()
+    usual = made().to_dict()  # an attribute of each layer cannot be asked for
+    usual |= {name: usual.get(of) for name, of in made.attribute_map.items()}
     for name, value in ANY_SIZES.items():
-        if isinstance(getattr(usual, name, ""), int | float | None):
+        if isinstance(usual.get(name, ""), int | float | None):
             sizes[name] = value
     for name in ("layer_types", "mlp_layer_types"):
-        if getattr(usual, name, None):
-            sizes[name] = list(getattr(usual, name))[:2]
+        if usual.get(name):
+            sizes[name] = usual[name][:2]
     torch.manual_seed(0)
     sizes |= OF_KINDS.get(kind, {}) | changes
     return transformers.AutoModelForCausalLM.from_config(made(**sizes)).float()

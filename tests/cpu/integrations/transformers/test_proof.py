@@ -34,6 +34,7 @@ UNLISTED = (
     *("glm", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"),
     *("minimax_m2", "olmoe", "persimmon", "phi", "qwen2_moe", "seed_oss", "starcoder2"),
     *("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "deepseek_v2"),
+    "gemma4_text",
 )
 REFUSED = ("biogpt", "bloom", "doge", "gpt_bigcode", "nemotron", "stablelm")
 REFUSES_SIZES = (  # which this test gives to all alike
