@@ -3,6 +3,7 @@ fight for the cores."""
 
 import gc
 import importlib.util
+import os
 import random
 import signal
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from packgraph.graphs.checks import random_state
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a network
 WARNED: list[str] = []  # tests that warned of what pyproject.toml does not name
 
 if importlib.util.find_spec("hypothesis") is not None:

@@ -419,9 +419,15 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4},
     "gemma4_text": {  # heads of two sizes, keys that are values, experts beside a dense layer
         **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0),
-        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1},
-        **{"attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4},
-        **{"top_k_experts": 2, "moe_intermediate_size": 24, "final_logit_softcapping": 2.0},
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "final_logit_softcapping": 2.0,
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }

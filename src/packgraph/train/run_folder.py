@@ -33,6 +33,7 @@ from pathlib import Path
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all, on_each, on_first
 from packgraph.train.checkpoint.writer import remove_leftovers
+from packgraph.train.config.hub import repository_of
 from packgraph.train.config.reading import (
     ConfigError,
     differences,
@@ -299,10 +300,9 @@ def model_name(config: TrainConfig) -> str:
     folder, or of its repository in the cache of Hugging Face's hub."""
     if config.hf.path is None:
         return config.preset
-    folder = Path(os.path.abspath(Path(config.hf.path).expanduser()))
-    if folder.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
-        return folder.parents[1].name.rpartition("--")[2]
-    return folder.name or config.preset
+    if (found := repository_of(config.hf.path)) is not None:
+        return found[0].rpartition("/")[2]
+    return Path(os.path.abspath(Path(config.hf.path).expanduser())).name or config.preset
 
 
 def _numbered(parent: Path, name: str) -> dict[int, Path]:

@@ -22,6 +22,7 @@ from packgraph.train.config.contradictions import (
     optimizer_problems,
     replica_problems,
 )
+from packgraph.train.config.hub import with_local_folders
 from packgraph.train.config.reading import ConfigError, ConfigLayer, flat, read_config, render
 from packgraph.train.config.sections import AUTO, TrainConfig
 from packgraph.train.run_files import CONFIG
@@ -52,9 +53,9 @@ class RunRequest:
             The configuration, and notes on what gave way.
 
         Raises:
-            ConfigError: For values that are wrong.
+            ConfigError: For values that are wrong, and for names that the hub does not have.
         """
-        config = read_config(self.base, [*shapes, *self.layers])
+        config = with_local_folders(read_config(self.base, [*shapes, *self.layers]))
         given = {path for layer in self.layers for path in flat(layer.values)}
         return settled(replace(config, preset=self.name), given, device_type)
 
@@ -132,7 +133,8 @@ def missing_files(config: TrainConfig) -> list[str]:
     live, begin = (Path(one or "").expanduser() / CONFIG for one in (config.hf.path, run.init_from))
     if config.hf.path is not None and not live.exists():
         found.append(
-            f"hf:{config.hf.path}: there is no {live}; name a folder with a model of transformers"
+            f"hf:{config.hf.path}: there is no {live}; name a folder with a model of "
+            "transformers, or a model of the hub, ORG/NAME"
         )
     # A run that goes on has the weights of its checkpoint.
     if run.init_from is not None and not run.resume and not begin.exists():

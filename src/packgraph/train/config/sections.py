@@ -581,7 +581,7 @@ class OffloadConfig:
 
 
 LARGEST_FLOAT = 3.4e38  # of float32, which the device has
-NEEDS_PATH = ("jsonl", "text", "parquet", "shards")
+NEEDS_PATH = ("jsonl", "text", "parquet", "shards", "hub")
 # The source that the ending of a path says, where no other is named.
 SOURCES: dict[str, Literal["jsonl", "parquet", "text"]] = {
     ".jsonl": "jsonl",
@@ -600,8 +600,9 @@ class DataConfig:
     source: where documents come from; stdlib = the source code of Python's own library (no
         download), jsonl = one JSON object a line with text or chat messages, text = a folder of
         text files, parquet = tables with the same columns as jsonl, shards = a folder that
-        `packgraph data build` has written. The ending of a path names it, too (x.jsonl).
-    path: file or folder of the source (not for stdlib).
+        `packgraph data build` has written, hub = a split of a dataset of the Hugging Face hub. The
+        ending of a path names it, too (x.jsonl).
+    path: file or folder of the source (not for stdlib); of hub ORG/NAME:SPLIT.
     mixture: several folders of shards instead of a path, as FOLDER=WEIGHT, separated by commas;
         each gives that share of the tokens, and repeats by itself.
     suffixes: endings of the files that count in a folder of text files.
@@ -623,7 +624,7 @@ class DataConfig:
     worker_timeout: seconds that a worker may take for 8 documents; the run ends then.
     """
 
-    source: Literal["stdlib", "jsonl", "text", "parquet", "shards"] = "stdlib"
+    source: Literal["stdlib", "jsonl", "text", "parquet", "shards", "hub"] = "stdlib"
     path: str | None = None
     mixture: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst")
@@ -762,8 +763,9 @@ class EvalConfig:
 class HfConfig:
     """A model of transformers, trained as it is: `packgraph train hf:PATH`.
 
-    path: folder with config.json and safetensors of a model of transformers, which is trained by
-        its own code; none = a model of packgraph.
+    path: folder with config.json and safetensors of a model of transformers, or its name on the
+        Hugging Face hub (ORG/NAME, ORG/NAME@REVISION), which is trained by its own code; none = a
+        model of packgraph.
     random: start from random values and read config.json alone; else weights must be there.
     """
 

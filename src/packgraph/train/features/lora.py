@@ -28,6 +28,7 @@ from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ranks import from_all
 from packgraph.train.checkpoint.state_file import CheckpointError
+from packgraph.train.config.hub import repository_of
 from packgraph.train.config.reading import ConfigError, true_of
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_shape
@@ -108,14 +109,15 @@ def refuse_untrained_stages(model: PackedModel, stages: Sequence[range]) -> None
 
 def _options(config: TrainConfig) -> Any:
     peft: Any = importlib.import_module("peft")
-    lora = config.lora
+    lora, known = config.lora, repository_of(config.hf.path or "")
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         target_modules=sorted(lora.targets or _linear_layers(config)),
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.hf.path,
+        base_model_name_or_path=config.hf.path if known is None else known[0],
+        revision=None if known is None else known[1],
     )
 
 
