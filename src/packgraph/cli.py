@@ -1,4 +1,5 @@
-"""The command `packgraph`: train, try, verify, plan, data, export, chat, presets, completion.
+"""The command `packgraph`: train, try, verify, plan, data, export, chat, presets, recipes,
+completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -203,6 +204,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "chat": ("chat RUN", "try what a run has trained"),
     "presets": ("presets", "list the presets"),
+    "recipes": ("recipes", "list whole runs of known models: train RECIPE"),
     "completion": (
         "completion SHELL",
         "print a completion script for bash, zsh or fish",

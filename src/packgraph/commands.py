@@ -54,11 +54,12 @@ from packgraph.train.config.planning import (
     data_layers,
     is_data_plan,
 )
-from packgraph.train.config.presets import LIVE, PRESETS, data_layer, of_path, preset
+from packgraph.train.config.presets import LIVE, PRESETS, data_layer, of_path, preset, recipes
 from packgraph.train.config.reading import (
     CommandArguments,
     ConfigError,
     ConfigLayer,
+    load_file,
     nearest,
 )
 from packgraph.train.config.request import RunRequest, missing_files
@@ -115,6 +116,9 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     asks_to_resume = getattr(own, "resume", False)
     resume = bool(asks_to_resume) or "run.resume" in options.values
     layers = [config_layer(own.config, resume)] if own.config is not None else []
+    if preset_name in (found := recipes()):
+        layers.insert(0, load_file(found[preset_name]))
+        preset_name = None
     name = preset_name or (layers[0].values.get("preset") if layers else None)
     if not isinstance(name, str):
         problems = list(options.problems)
@@ -145,7 +149,7 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
         layers.append(ConfigLayer(str(own.config), run_of(own.config)))
     asked = dataclasses.replace(asked, layers=(*layers, *last))
     asked.read()
-    return asked
+    return asked if own.help else asked.with_local_folders()
 
 
 def _help(usage: str, own: Any) -> int:
@@ -336,12 +340,23 @@ def read_presets(words: list[str]) -> int:
     return 0
 
 
+def read_recipes(words: list[str]) -> int:
+    """Lists the recipes: whole runs, of which some options are still to be named."""
+    if words and words[0] not in ("-h", "--help"):
+        raise ConfigError([f"{word!r}: `packgraph recipes` takes no arguments" for word in words])
+    for name, file in recipes().items():
+        summary, _, command = file.read_text(encoding="utf-8").splitlines()[:3]
+        print(f"{name}\n  {summary.lstrip('# ')}\n    {command.lstrip('# ')}")
+    print("\nOptions come behind; `packgraph train NAME --help` has the values of a recipe.")
+    return 0
+
+
 def read_completion(words: list[str]) -> int:
     """Prints a completion script."""
     asked = parse_arguments(words, CompletionArguments()).own
     if asked.help:
         return _help(COMPLETION_USAGE, CompletionArguments())
-    config, names = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
+    config, names = list(leaves(next(iter(PRESETS.values()))())), (*PRESETS, *recipes())
     planned = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]
     options = {
         "train": [*leaves(TrainArguments()), *config],
@@ -353,6 +368,7 @@ def read_completion(words: list[str]) -> int:
         "export": list(leaves(ExportArguments())),
         "chat": list(leaves(ChatArguments())),
         "presets": list(leaves(CommandArguments())),
+        "recipes": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),
     }
     arguments = {

@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,23 @@ _OTHERS = ("*/*", "consolidated*")  # other formats of the same weights
 _PARQUET = "refs/convert/parquet"  # where the hub keeps datasets of all formats as Parquet
 
 
-def with_local_folders(config: TrainConfig) -> TrainConfig:
-    """`config` with names of the hub replaced by folders, downloaded where they are not there.
+def local_folders(config: TrainConfig) -> dict[str, str]:
+    """Folders for the names of the hub in `config`, by option; downloads what is not there.
 
     Raises:
         ConfigError: If the hub does not have one, or cannot be reached.
     """
-    hf, run, data = config.hf, config.run, config.data
-    if hf.path and _is_name(hf.path):
-        hf = replace(hf, path=_downloaded(hf.path))
-    if run.init_from and _is_name(run.init_from):
-        run = replace(run, init_from=_downloaded(run.init_from))
-    if data.source == "hub":
-        if not _is_name(path := data.path or ""):
+    named = {
+        "hf.path": config.hf.path,
+        "run.init_from": config.run.init_from,
+        "data.tokenizer": config.data.tokenizer,
+    }
+    found = {key: _downloaded(path) for key, path in named.items() if path and _is_name(path)}
+    if config.data.source == "hub":
+        if not _is_name(path := config.data.path or ""):
             raise ConfigError([f"{path}: data.source = hub reads a dataset by its name, ORG/NAME"])
-        data = replace(data, source="parquet", path=_split(path))
-    if _is_name(data.tokenizer):
-        data = replace(data, tokenizer=_downloaded(data.tokenizer))
-    return replace(config, hf=hf, run=run, data=data)
+        found |= {"data.source": "parquet", "data.path": _split(path)}
+    return found
 
 
 def repository_of(folder: str) -> tuple[str, str] | None:

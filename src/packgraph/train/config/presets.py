@@ -244,6 +244,11 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
 }
 
 
+def recipes() -> dict[str, Path]:
+    """The files of whole runs that come with packgraph, by name."""
+    return {file.stem: file for file in sorted(Path(__file__).parents[2].glob("recipes/*"))}
+
+
 def of_path(name: str) -> tuple[str, ConfigLayer | None]:
     """The preset that `name` stands for, and the values in it: hf:PATH is `hf` with a path."""
     kind, colon, path = name.partition(":")
@@ -282,8 +287,10 @@ def preset(name: str) -> TrainConfig:
         return hf()
     if name in PRESETS:
         return PRESETS[name]()
-    near = difflib.get_close_matches(name, PRESETS, n=1)
+    known = [*PRESETS, *recipes()]
+    near = difflib.get_close_matches(name, known, n=1)
     meant = f", did you mean {near[0]}?" if near else "."
     raise ConfigError(
-        [f"unknown preset {name!r}{meant} Known: {', '.join(PRESETS)}, and {LIVE}:PATH"]
-    )
+        [f"unknown preset {name!r}{meant} Known: {', '.join(PRESETS)}, recipes "
+         f"(`packgraph recipes`), and {LIVE}:PATH"]
+    )  # fmt: skip

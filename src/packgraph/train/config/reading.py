@@ -20,8 +20,10 @@ what was found.
 
 import dataclasses
 import difflib
+import importlib
 import math
 import os
+import re
 import tomllib
 import types
 import unicodedata
@@ -563,15 +565,37 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     }
 
 
+def _parse_yaml(text: str) -> Any:
+    """The values of a YAML file. Numbers such as 2e-4, which YAML 1.1 takes for text, are numbers.
+
+    Raises:
+        ValueError: If it is not valid, or PyYAML is not installed.
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ValueError("reading it needs PyYAML: pip install pyyaml") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """PyYAML's, whose numbers with an exponent need no point."""
+
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 def load_file(path: Path) -> ConfigLayer:
-    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing
-    or malformed.
+    """A `.toml`, `.json` or `.yaml` file as a layer. Raises ConfigError naming the file when it is
+    missing or malformed.
 
     The checksum of a run's config.json is left out: a copy of it may be edited.
     """
     named = str(path) if len(path.name) <= LONGEST_NAME else shown(str(path))
-    if path.suffix not in (".toml", ".json"):
-        raise ConfigError([f"{named}: a config file ends in .toml or .json"])
+    if path.suffix not in (".toml", ".json", ".yaml", ".yml"):
+        raise ConfigError([f"{named}: a config file ends in .toml, .json, .yaml or .yml"])
     kind, problem = path.suffix[1:].upper(), path_problem(str(path))
     if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
         problem = "it is no file"
@@ -579,7 +603,8 @@ def load_file(path: Path) -> ConfigLayer:
         raise ConfigError([f"{named}: cannot be read: {problem}"])
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+        reads: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": parse_json}
+        values = reads.get(path.suffix, _parse_yaml)(text)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except (ValueError, RecursionError) as error:  # also TOMLDecodeError, JSONDecodeError

@@ -22,7 +22,7 @@ from packgraph.train.config.contradictions import (
     optimizer_problems,
     replica_problems,
 )
-from packgraph.train.config.hub import with_local_folders
+from packgraph.train.config.hub import local_folders
 from packgraph.train.config.reading import ConfigError, ConfigLayer, flat, read_config, render
 from packgraph.train.config.sections import AUTO, TrainConfig
 from packgraph.train.run_files import CONFIG
@@ -53,11 +53,17 @@ class RunRequest:
             The configuration, and notes on what gave way.
 
         Raises:
-            ConfigError: For values that are wrong, and for names that the hub does not have.
+            ConfigError: For values that are wrong.
         """
-        config = with_local_folders(read_config(self.base, [*shapes, *self.layers]))
+        config = read_config(self.base, [*shapes, *self.layers])
         given = {path for layer in self.layers for path in flat(layer.values)}
         return settled(replace(config, preset=self.name), given, device_type)
+
+    def with_local_folders(self) -> "RunRequest":
+        """The same run, with folders in the place of names of the Hugging Face hub. Raises
+        ConfigError."""
+        found = local_folders(self.read()[0])
+        return replace(self, layers=(*self.layers, ConfigLayer("hub", found))) if found else self
 
     def check(self, world: int) -> None:
         """Raises ConfigError for what `world` processes cannot run on any device."""
