@@ -511,12 +511,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1605,
-    "train": 9068,
+    "train": 9081,
     "verification": 842,
     "bench": 484,
-    "commands": 220,
+    "commands": 231,
     "cli": 121,
-    "tests": 44784,
+    "tests": 44845,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is
