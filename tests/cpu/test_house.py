@@ -504,7 +504,7 @@ STATEMENTS = {
     "packing": 1054,
     "graphs": 7441,
     "ops": 2057,
-    "mamba": 902,
+    "mamba": 1252,
     "moe": 1603,
     "offloading": 1335,
     "parallel": 3377,
@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 44845,
+    "tests": 44931,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is

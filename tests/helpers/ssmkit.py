@@ -44,6 +44,25 @@ def ssd_inputs(
     ]
 
 
+def delta_inputs(
+    rows: int,
+    key_heads: int,
+    heads: int,
+    keys: int = 16,
+    columns: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """q, k, v, g, beta: q, k and v in `dtype`, the first two of length one, the others float32."""
+    q, k, v = (
+        torch.randn(rows, key_heads, keys),
+        torch.randn(rows, key_heads, keys),
+        torch.randn(rows, heads, columns),
+    )
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    decays, steps = -torch.rand(rows, heads), torch.rand(rows, heads)
+    return [q.to(dtype), k.to(dtype), v.to(dtype), decays, steps]
+
+
 def conv_inputs(
     rows: int,
     channels: int = 6,

@@ -14,7 +14,11 @@ comparison of ids, as in mamba/ssd.py:
               before ended with read what is carried
 
 Sums of decays start anew with every document, and exponents are masked before exp. States and sums
-are float32 (float64 in float64). These are single operations; nothing waits for the host.
+are float32 (float64 in float64). Nothing waits for the host.
+
+On CUDA kernels do it (delta_forward.py, delta_backward.py), two operations for whoever watches, as
+in mamba/ssd.py; elsewhere, and for what they do not take (`delta_problems`), the single operations
+of `chunked_gated_delta`. The forward keeps its inputs and nothing else.
 
 One decay a head is a factor of the product q k. Decays of channels are not: rows meet the keys of
 blocks before theirs by way of their block's first row, from where both exponents are at most zero,
@@ -22,11 +26,20 @@ and those of their own block one by one.
 """  # noqa: E501
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.mamba import delta_backward, delta_forward
+from packgraph.mamba.ssd import side_by_side
+from packgraph.ops.kernels import by_rows, kernel_problems, save_inputs
+
+CHUNKS = (16, 32, 64)  # that kernels take
+MOST_SIZE = 256  # columns of a head
+MOST_KEY_BYTES = 512  # of a row of keys, for chunks of more than 32 rows
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 BLOCK = 16  # rows whose decays of channels are taken one by one
 
 
@@ -46,8 +59,40 @@ def gated_delta(
     channel; not positive. beta: [T, Hv]. document_ids: int32 [T], -1 = padding, the rows of a
     document one after another. chunk: Q >= 1; the result does not depend on it but for rounding.
     What stands in padding reaches nothing. Raises ValueError for shapes that do not fit together.
+    Kernels make products of the dtype of v, to which q and k are rounded.
     """
     _check(q, k, v, g, beta, document_ids)
+    if delta_problems(v.device, v.dtype, max(k.shape[2], v.shape[2]), chunk, g.dim()):
+        return chunked_gated_delta(q, k, v, g, beta, document_ids, chunk)
+    if k.shape[2] * v.dtype.itemsize > MOST_KEY_BYTES:  # what shared memory holds
+        chunk = min(chunk, 32)
+    return delta_by_kernels(q.to(v.dtype), k.to(v.dtype), v, g, beta, document_ids, chunk)
+
+
+def delta_problems(
+    device: torch.device, dtype: torch.dtype, size: int, chunk: int, dims: int
+) -> list[str]:
+    """Returns reasons why the kernels cannot compute the rule; empty if they can. size: the larger
+    one of keys and values. dims: of the decays."""
+    others = {
+        f"heads of {size} columns are too large for the kernels": size > MOST_SIZE,
+        f"the kernels take chunks of {', '.join(map(str, CHUNKS))} rows, not {chunk}": chunk
+        not in CHUNKS,
+        "the kernels take one decay a head, not one of every channel": dims != 2,
+    }
+    return kernel_problems(device, dtype, others)
+
+
+def chunked_gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    document_ids: Tensor,
+    chunk: int = 64,
+) -> Tensor:
+    """Computes `gated_delta` by PyTorch's operations; differentiable."""
     tokens, wide = v.shape[0], torch.promote_types(v.dtype, torch.float32)
     more, group = -tokens % chunk, v.shape[1] // k.shape[1]
     ids = F.pad(document_ids, (0, more), value=-1)
@@ -154,3 +199,43 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_id
             f"{tuple(v.shape)}, g {tuple(g.shape)}, beta {tuple(beta.shape)}, document_ids "
             f"{tuple(document_ids.shape)}"
         )
+
+
+@torch.library.custom_op("packgraph::gated_delta", mutates_args=())
+def delta_by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_ids: Tensor, chunk: int
+) -> Tensor:
+    """Does the same as `gated_delta`, for inputs without `delta_problems`: y [T, H, V]. q and k are
+    of the dtype of v."""
+    return delta_forward.forward(*_for_kernels(q, k, v, g, beta), document_ids.contiguous(), chunk)
+
+
+@torch.library.custom_op("packgraph::gated_delta_backward", mutates_args=())
+def _delta_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    document_ids: Tensor,
+    chunk: int,
+) -> Gradients:
+    """Gradients of q, k, v, g and beta."""
+    operands = (side_by_side(grad), *_for_kernels(q, k, v, g, beta), document_ids.contiguous())
+    return delta_backward.backward(*operands, chunk)
+
+
+def _for_kernels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Gradients:
+    return side_by_side(q), side_by_side(k), side_by_side(v), by_rows(g), by_rows(beta)
+
+
+delta_by_kernels.register_fake(lambda q, k, v, *_: v.new_empty(v.shape))
+_delta_backward.register_fake(lambda grad, *all: tuple(x.new_empty(x.shape) for x in all[:5]))
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_delta_backward(grad, *ctx.saved_tensors, *ctx.constants), None, None)
+
+
+delta_by_kernels.register_autograd(_differentiate, setup_context=save_inputs)
