@@ -516,8 +516,8 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 44931,
-    "benchmarks": 5307,
+    "tests": 45059,
+    "benchmarks": 5424,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

@@ -55,7 +55,7 @@ class DeltaConfigs(NamedTuple):
     carry: ScanLaunch = ScanLaunch()
     mix: ScanLaunch = ScanLaunch(columns=128, stages=2)
     back: ScanLaunch = ScanLaunch(stages=2)
-    gradients: ScanLaunch = ScanLaunch(columns=64, warps=8, stages=2)
+    gradients: ScanLaunch = ScanLaunch(columns=64, rows=32, warps=8, stages=2)
 
 
 EVERYWHERE = DeltaConfigs()
@@ -63,7 +63,7 @@ LARGE = DeltaConfigs(  # for float32, and whatever might not fit into shared mem
     prepare=ScanLaunch(columns=32, rows=32, stages=1),
     carry=ScanLaunch(stages=2),
     mix=ScanLaunch(columns=64, rows=32, stages=1),
-    back=ScanLaunch(stages=1),
+    back=ScanLaunch(warps=8, stages=1),
     gradients=ScanLaunch(columns=32, rows=32, warps=8, stages=1),
 )
 

@@ -48,6 +48,15 @@ def test_kernels_equal_rows(lengths, padding, chunk, heads, key_heads, keys, col
 
 
 @inside
+def test_16_bits():
+    """float16: the interpreter multiplies the bits of bfloat16 as if they were integers."""
+    ids, grad = ids_of([20, 12, 1, 21], 3), torch.randn(57, 2, 32).half()
+    inputs = delta_inputs(57, 1, 2, 16, 32, torch.float16)
+    found = by_kernels(inputs, grad, ids, 16)
+    assert max(distances(found, by_rows(inputs, grad, ids))) < 0.002
+
+
+@inside
 def test_empty_places_between_documents_and_nan_in_padding_reach_nothing():
     ids = torch.tensor([0] * 9 + [-1] * 3 + [1] * 15 + [-1] * 9 + [2] * 12 + [-1] * 4).int()
     inputs, grad = delta_inputs(len(ids), 1, 2), torch.randn(len(ids), 2, 16)
