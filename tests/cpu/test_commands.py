@@ -71,7 +71,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "model without data": (["train", "hf:/nowhere"], ["needs data", "--data.path"]),
     "no such config": (["train", "--config", "gone.toml"], ["gone.toml", "cannot be read"]),
-    "suffix of a config": (["train", "--config", "run.yaml"], ["run.yaml", ".toml or .json"]),
+    "suffix of a config": (
+        ["train", "--config", "run.ini"],
+        ["run.ini", ".toml, .json, .yaml or .yml"],
+    ),
     "source without a path": ([*TINY, "--data.source", "jsonl"], ["source = jsonl", "a path"]),
     "two that contradict": (
         [*TINY, "--graph.optimizer", "true", "--graph.granularity", "layer"],

@@ -454,9 +454,9 @@ def words(name: str, *given: str, says: str) -> Case:
     words("config NUL", "train", "--config", "a\0.toml", says="argument 2, .*control character"),
     words("config long", "train", "--config", LONG + ".toml", says="305 bytes"),
     words(
-        "config of another kind", "train", "--config", "{dir}/a.yaml", says="ends in .toml or .json"
+        "config of another kind", "train", "--config", "{dir}/a.ini", says="ends in .toml, .json"
     ),
-    words("config folder", "train", "--config", "{dir}", says="ends in .toml or .json"),
+    words("config folder", "train", "--config", "{dir}", says="ends in .toml, .json"),
     words(
         "config without a value",
         "train",

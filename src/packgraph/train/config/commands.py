@@ -119,7 +119,7 @@ class TrainArguments(CommandArguments):
     )
     config: Path | None = option(
         None,
-        "values from a .toml or .json file, such as runs/NAME/config.json; options win over it",
+        "values from a .toml, .yaml or .json file, such as runs/NAME/config.json; options win",
         metavar="FILE",
     )
     resume: bool | Literal["auto", "best"] = option(
@@ -142,7 +142,7 @@ class TryArguments(CommandArguments):
     """Own options of `packgraph try`."""
 
     preset: str | None = option(None, "the run that is timed", positional=True)
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    config: Path | None = option(None, "values from a .toml, .yaml or .json file", metavar="FILE")
     seconds: float = option(120.0, "begin nothing further after this time", metavar="N")
 
 
@@ -151,7 +151,7 @@ class VerifyArguments(CommandArguments):
     """Own options of `packgraph verify`."""
 
     preset: str | None = option(None, "the run that is compared", positional=True)
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    config: Path | None = option(None, "values from a .toml, .yaml or .json file", metavar="FILE")
     steps: int | None = option(
         None,
         "optimizer steps to compare (default: 50 for a preset, 30 for each run without one)",

@@ -109,7 +109,7 @@ class PlanArguments(CommandArguments):
         "the run whose model and options are meant (see `packgraph presets`)",
         positional=True,
     )
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    config: Path | None = option(None, "values from a .toml, .yaml or .json file", metavar="FILE")
     batch: Count | None = option(
         None,
         "so many documents are packed at a time and none waits for the next ones, as with "
@@ -162,7 +162,7 @@ class PlanMemoryArguments(CommandArguments):
     preset: str | None = option(
         None, "the run whose model is meant (see `packgraph presets`)", positional=True
     )
-    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    config: Path | None = option(None, "values from a .toml, .yaml or .json file", metavar="FILE")
     tokens: Count = option(65536, "of the row", metavar="N")
     length: int | None = option(None, "of its documents in tokens; default: one", metavar="N")
     memory: str | None = option(None, "of the device, as 139GiB", metavar="SIZE")
