@@ -504,7 +504,7 @@ STATEMENTS = {
     "packing": 1054,
     "graphs": 7441,
     "ops": 2057,
-    "mamba": 1252,
+    "mamba": 1254,
     "moe": 1603,
     "offloading": 1335,
     "parallel": 3377,
@@ -516,8 +516,8 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45059,
-    "benchmarks": 5424,
+    "tests": 45061,
+    "benchmarks": 5426,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

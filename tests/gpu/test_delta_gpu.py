@@ -5,6 +5,7 @@ import pytest
 import torch
 from ssmkit import NAN, delta_inputs, distances, ids_of, with_gradients
 
+import packgraph.mamba.gated_delta as rule
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.gated_delta import chunked_gated_delta, delta_problems, gated_delta
 
@@ -22,7 +23,8 @@ PACKS = [[500], [3, 130, 1, 255, 64], [], [512], [128, 128, 256], [100, 28, 300]
 
 
 @pytest.fixture(autouse=True)
-def quiet_again():
+def quiet_again(monkeypatch):
+    monkeypatch.setattr(rule, "BY_KERNELS", True)
     yield
     torch.cuda.set_sync_debug_mode("default")
 

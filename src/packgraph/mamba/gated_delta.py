@@ -16,9 +16,9 @@ comparison of ids, as in mamba/ssd.py:
 Sums of decays start anew with every document, and exponents are masked before exp. States and sums
 are float32 (float64 in float64). Nothing waits for the host.
 
-On CUDA kernels do it (delta_forward.py, delta_backward.py), two operations for whoever watches, as
-in mamba/ssd.py; elsewhere, and for what they do not take (`delta_problems`), the single operations
-of `chunked_gated_delta`. The forward keeps its inputs and nothing else.
+The single operations of `chunked_gated_delta` do it. There are kernels for CUDA
+(delta_forward.py, delta_backward.py), two operations for whoever watches, as in mamba/ssd.py, whose
+forward keeps its inputs and nothing else. They are off (`BY_KERNELS`) until they have run on a GPU.
 
 One decay a head is a factor of the product q k. Decays of channels are not: rows meet the keys of
 blocks before theirs by way of their block's first row, from where both exponents are at most zero,
@@ -36,6 +36,7 @@ from packgraph.mamba import delta_backward, delta_forward
 from packgraph.mamba.ssd import side_by_side
 from packgraph.ops.kernels import by_rows, kernel_problems, save_inputs
 
+BY_KERNELS = False  # what tests/gpu/test_delta_gpu.py turns on; no GPU has run it yet
 CHUNKS = (16, 32, 64)  # that kernels take
 MOST_SIZE = 256  # columns of a head
 MOST_KEY_BYTES = 512  # of a row of keys, for chunks of more than 32 rows
@@ -62,7 +63,8 @@ def gated_delta(
     Kernels make products of the dtype of v, to which q and k are rounded.
     """
     _check(q, k, v, g, beta, document_ids)
-    if delta_problems(v.device, v.dtype, max(k.shape[2], v.shape[2]), chunk, g.dim()):
+    size = max(k.shape[2], v.shape[2])
+    if not BY_KERNELS or delta_problems(v.device, v.dtype, size, chunk, g.dim()):
         return chunked_gated_delta(q, k, v, g, beta, document_ids, chunk)
     if k.shape[2] * v.dtype.itemsize > MOST_KEY_BYTES:  # what shared memory holds
         chunk = min(chunk, 32)
