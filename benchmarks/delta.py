@@ -13,6 +13,7 @@ nothing else.
 """
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -95,7 +96,9 @@ def timed(
 
     timed_by = "launches" if by_launches else "replays"
     for part, work in (("forward", forward), ("forward_and_backward", both)):
-        session.attempt(lambda p=part, w=work: measure(p, w), **what, part=part, timed_by=timed_by)
+        session.attempt(
+            functools.partial(measure, part, work), **what, part=part, timed_by=timed_by
+        )
     return found
 
 
@@ -105,10 +108,12 @@ def compare(session: Session, tokens: int, mean: int) -> None:
     what = {"section": "delta", "tokens": tokens, "mean": mean, "documents": len(case.lengths)}
 
     def run(*operands: Tensor) -> Tensor:
-        return gated_delta(*operands, case.ids, CHUNK)
+        q, k, v, g, beta = operands
+        return gated_delta(q, k, v, g, beta, case.ids, CHUNK)
 
     def single(*operands: Tensor) -> Tensor:
-        return chunked_gated_delta(*operands, case.ids, CHUNK)
+        q, k, v, g, beta = operands
+        return chunked_gated_delta(q, k, v, g, beta, case.ids, CHUNK)
 
     ours = timed(session, case, what | {"way": "packgraph"}, run, False, {})
     if tokens <= MOST_SINGLE:
@@ -143,9 +148,14 @@ def check(session: Session) -> Row:
     case = draw(session, 1024 if session.cuda else 50, 200 if session.cuda else 20)
 
     def exact(*operands: Tensor) -> Tensor:
-        return chunked_gated_delta(*(x.double() for x in operands), case.ids, CHUNK)
+        q, k, v, g, beta = (x.double() for x in operands)
+        return chunked_gated_delta(q, k, v, g, beta, case.ids, CHUNK)
 
-    return near(lambda *operands: gated_delta(*operands, case.ids, CHUNK), exact, case)
+    def ours(*operands: Tensor) -> Tensor:
+        q, k, v, g, beta = operands
+        return gated_delta(q, k, v, g, beta, case.ids, CHUNK)
+
+    return near(ours, exact, case)
 
 
 def time_pieces(session: Session, tokens: int, mean: int) -> None:
@@ -167,9 +177,13 @@ def time_pieces(session: Session, tokens: int, mean: int) -> None:
         "carry back": lambda: backward.carry_back(q, k, dy, ids, prepared, back, sizes, ways.back),
         "all of backward": lambda: backward.backward(dy, q, k, v, g, beta, ids, CHUNK),
     }
+
+    def milliseconds(work: Callable[[], object]) -> Row:
+        return {"ms": round(session.microseconds(work) / 1e3, 4)}
+
     for name, work in pieces.items():
         session.attempt(
-            lambda w=work: {"ms": round(session.microseconds(w) / 1e3, 4)},
+            functools.partial(milliseconds, work),
             section="pieces",
             tokens=tokens,
             mean=mean,

@@ -517,7 +517,7 @@ STATEMENTS = {
     "commands": 231,
     "cli": 121,
     "tests": 45061,
-    "benchmarks": 5426,
+    "benchmarks": 5435,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 
