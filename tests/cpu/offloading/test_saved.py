@@ -6,18 +6,14 @@ import weakref
 
 import pytest
 import torch
-from offloadkit import AsksTwice
+from offloadkit import AsksTwice, offloaded
 from torch import nn
 
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.api import attach
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed, OffloadKnobs
-from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import plan_by_knobs
-
-NAMES = ("core_attn", "mlp_act")
 
 
 class Marked(nn.Module):
@@ -32,12 +28,6 @@ class Marked(nn.Module):
     def forward(self, x):
         with self.offload("core_attn"):
             return self.made(x.to(self.weight.dtype) @ self.weight)
-
-
-def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
-    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
-    attach(runtime, module)
-    return runtime
 
 
 def gradients_of(
