@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 44828,
+    "tests": 44825,
     "benchmarks": 5307,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -1,7 +1,6 @@
 """What autograd saves, and how it asks for it, in all the ways that models do: offloading changes
 no number."""
 
-import gc
 import weakref
 
 import pytest
@@ -138,14 +137,6 @@ def test_what_is_changed_after_its_copy_has_ended_does_no_harm():
     module(torch.arange(4.0)).backward()
     expected = torch.arange(4.0) * 2 * (torch.arange(4.0) * 2).exp()
     assert torch.equal(module.weight.grad, expected)
-
-
-@pytest.fixture
-def no_collections():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collections):
