@@ -109,6 +109,15 @@ def own_global_settings() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Python collects no garbage meanwhile: what goes, goes with its last reference."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Deterministic kernels, on CUDA too."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -13,7 +13,7 @@ import torch
 from contextkit import Source, Tokens
 from distkit import CPU, run_ranks
 from rich.console import Console
-from trainkit import tiny
+from trainkit import equal, tiny
 
 from packgraph.graphs.fallback import DOCUMENTS
 from packgraph.graphs.graphed import graph
@@ -111,11 +111,6 @@ def ranks(layout, folder, settings, *more):
     layout = dataclasses.replace(layout, contexts=settings.parallel.context_sizes)
     world = layout.dp * layout.pp * layout.cp * layout.tp
     return run_ranks(go, world, str(folder), settings, *more, layout=layout, seconds=120.0)
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from statekit import One
+from statekit import One, doing
 from torch import nn
 
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
@@ -61,17 +61,6 @@ class Leaks(torch.autograd.Function):
         return gradient * 3
 
 
-def beside(effect, after=lambda hidden: hidden):
-    """A forward that does something beside its layer. effect: of (module, input, hidden)."""
-
-    def forward(m, x):
-        hidden = m.linear(x)
-        effect(m, x, hidden)
-        return after(hidden)
-
-    return forward
-
-
 def to_an_object(m, x, h):
     KEPT.log = h.mean()
 
@@ -85,15 +74,15 @@ def twice(hidden):
 
 
 EFFECTS = {
-    "to a list": beside(lambda m, x, h: AUX.append(h.pow(2).mean())),
-    "to an object": beside(to_an_object),
+    "to a list": doing(lambda m, x, h: AUX.append(h.pow(2).mean())),
+    "to an object": doing(to_an_object),
     "from a backward": lambda m, x: Leaks.apply(m.linear(x)),
-    "a hook": beside(lambda m, x, h: h.register_hook(lambda gradient: AUX.append(1)), twice),
-    "a hook on a node": beside(
+    "a hook": doing(lambda m, x, h: h.register_hook(lambda gradient: AUX.append(1)), twice),
+    "a hook on a node": doing(
         lambda m, x, h: h.grad_fn.register_hook(lambda a, b: AUX.append(1)), twice
     ),
-    "a backward inside": beside(lambda m, x, h: m.linear(x).pow(2).mean().backward()),
-    "data of a weight": beside(data_of_a_weight),
+    "a backward inside": doing(lambda m, x, h: m.linear(x).pow(2).mean().backward()),
+    "data of a weight": doing(data_of_a_weight),
 }
 
 

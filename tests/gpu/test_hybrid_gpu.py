@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from model_batches import random_documents
+from model_batches import gradients, random_documents
 
 from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
 from packgraph.models.decoder import DecoderModel
@@ -124,12 +124,6 @@ def test_graphs_equal_eager_bitwise(
 
 def batch_of(documents: list[list[int]]) -> PackedBatch:
     return PackedBatch.build(documents, Capacity(320, 16)).to(device())
-
-
-def gradients(model: DecoderModel, batch: PackedBatch) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(batch).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def test_a_changed_document_leaves_the_bits_of_others() -> None:

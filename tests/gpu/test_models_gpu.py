@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from model_batches import random_documents
+from model_batches import gradients, random_documents
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
@@ -40,12 +40,6 @@ def sync_is_an_error() -> Iterator[None]:
 
 def batch_of(lengths: list[int]) -> PackedBatch:
     return PackedBatch.build(random_documents(lengths, 500, 1), Capacity(256, 8)).to("cuda")
-
-
-def gradients(model: DecoderModel, batch: PackedBatch) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(batch).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

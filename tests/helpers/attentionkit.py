@@ -83,3 +83,16 @@ def _scores(q: Tensor, k: Tensor, scale: float, left: int) -> Tensor:
     if left >= 0:
         hidden |= torch.ones_like(scores, dtype=torch.bool).tril(ahead - left - 1)
     return scores.masked_fill(hidden, float("-inf"))
+
+
+def random_inputs(
+    rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (rows, kv_heads * group, dim),
+        (rows, kv_heads, dim),
+        (rows, kv_heads, value_dim),
+        (rows, kv_heads * group, value_dim),
+    ]
+    return [torch.randn(shape, generator=generator) for shape in shapes]

@@ -67,3 +67,9 @@ def random_documents(lengths: list[int], vocab_size: int, seed: int) -> list[lis
     return [
         torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths
     ]
+
+
+def gradients(model: torch.nn.Module, batch: object) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(batch).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

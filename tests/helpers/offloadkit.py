@@ -9,6 +9,7 @@ import torch
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.trial import trial_memory
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.api import attach
@@ -23,6 +24,7 @@ CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 EXPERTS = (*DENSE, "expert_fc1", "moe_act")
 TOKENS = 40
+NAMES = ("core_attn", "mlp_act")
 
 
 def config(layers: int = 2, experts: bool = False, **options) -> DecoderConfig:
@@ -210,3 +212,9 @@ class AsksTwice(torch.autograd.Function):
         x = ctx.saved_tensors[0]
         w = ctx.saved_tensors[1]
         return gradient * w, gradient * x
+
+
+def offloaded(module: torch.nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
+    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
+    attach(runtime, module)
+    return runtime

@@ -70,3 +70,19 @@ def wheres(function):
     body = range(first + 1, first + len(lines)) if len(lines) > 1 else [first]
     file = inspect.getsourcefile(function)
     return [f"{file}:{line} in {function.__name__}" for line in body]
+
+
+def is_told(graphed, calls):
+    """Whether every call was replayed, or has run eagerly under a counted reason."""
+    return graphed.stats.replayed + graphed.stats.fallbacks.total() == calls
+
+
+def doing(effect, after=lambda hidden: hidden):
+    """A forward that does something beside its layer. effect: of (module, input, hidden)."""
+
+    def forward(m, x):
+        hidden = m.linear(x)
+        effect(m, x, hidden)
+        return after(hidden)
+
+    return forward

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,7 @@ from packgraph.train.config.sections import OffloadConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.strategies import sample_batch
 
-
-@pytest.fixture(autouse=True)
-def no_garbage_is_collected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
+pytestmark = pytest.mark.usefixtures("no_collections")
 CHUNK, LAYER, SCOPE = (
     {"granularity": "chunk"},
     {"granularity": "layer"},

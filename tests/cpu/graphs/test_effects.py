@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from statekit import Staged, train
+from statekit import Staged, doing, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,17 +65,6 @@ class Counts(Leaks):
     def backward(ctx, gradient):
         KEPT.count += 1
         return gradient * 3
-
-
-def beside(effect, after=lambda hidden: hidden):
-    """A forward that does something beside its layer. effect: of (module, input, hidden)."""
-
-    def forward(m, x):
-        hidden = m.linear(x)
-        effect(m, x, hidden)
-        return after(hidden)
-
-    return forward
 
 
 # What is called in a forward: of module, input and hidden values.
@@ -191,9 +180,9 @@ ASSIGNED = (
     deletes_a_gradient,
 )
 FORWARDS = {
-    **{name: beside(effect) for name, effect in CALLS.items()},
-    **{name: beside(effect, lambda hidden: hidden * 2) for name, effect in HOOKS.items()},
-    **{effect.__name__: beside(effect) for effect in ASSIGNED},
+    **{name: doing(effect) for name, effect in CALLS.items()},
+    **{name: doing(effect, lambda hidden: hidden * 2) for name, effect in HOOKS.items()},
+    **{effect.__name__: doing(effect) for effect in ASSIGNED},
     "from a backward": lambda m, x: Leaks.apply(m.linear(x)),
     "counted in a backward": lambda m, x: Counts.apply(m.linear(x)),
     "asks for a leaf": lambda m, x: m.linear(x) * (2.0 if x.contiguous().is_leaf else 3.0),
@@ -304,7 +293,7 @@ def test_strict_raises_at_the_users_line(function):
 
 
 def test_the_line_is_that_of_the_assignment():
-    graphed = graph(Two(beside(to_a_global)), warmup=0, strict=True)
+    graphed = graph(Two(doing(to_a_global)), warmup=0, strict=True)
     with pytest.raises(CaptureError, match="forward changes a module") as caught:
         graphed(torch.randn(3, 4))
     assert f":{to_a_global.__code__.co_firstlineno + 2} in to_a_global" in caught.value.where

@@ -15,6 +15,7 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.stages import Stage
 
+LOOP = {"steps": 4, "sizes": (8, 12), "in_flight": 2}
 QUIET = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
@@ -76,7 +77,7 @@ def test_training_with_evaluations_between_forward_and_backward_is_that_of_eager
             poison_free_slots(model, step)
 
     eager, graphed = make_toy(), graph(make_toy(), warmup=2)
-    traces = [train(model, steps=3, between=evaluate) for model in (eager, graphed)]
+    traces = [train(model, **LOOP, between=evaluate) for model in (eager, graphed)]
     assert differences(*traces) == []
     assert set(graphed.stats.fallbacks) == {"warm-up"} and graphed.stats.replayed > 35
     assert graphed.stats.fallbacks["warm-up"] <= 4

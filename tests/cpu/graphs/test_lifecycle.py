@@ -20,6 +20,8 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 from packgraph.graphs.reference import Reference
 
+BRIEF = {"steps": 3, "sizes": (8,), "in_flight": 2}
+
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("failing", range(1, 9))
@@ -50,11 +52,11 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
 def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     """Negative control of R7: without the undo a capture on the CPU would count buffers and
     gradients twice."""
-    eager = train(make_toy(), steps=3)
+    eager = train(make_toy(), **BRIEF)
     monkeypatch.setattr(
         "packgraph.graphs.checks.host_sync.Journal.restore", lambda self: self._saved.clear()
     )
-    assert differences(eager, train(graph(make_toy(), warmup=1), steps=3)) != []
+    assert differences(eager, train(graph(make_toy(), warmup=1), **BRIEF)) != []
 
 
 def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
@@ -68,10 +70,10 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
             raise torch.OutOfMemoryError("injected")
         return clone(tensor)
 
-    eager = train(make_toy(), steps=3)
+    eager = train(make_toy(), **BRIEF)
     monkeypatch.setattr(torch.Tensor, "clone", no_memory)  # layers may call it
     graphed = graph(make_toy(), warmup=1, strict=True)
-    assert differences(eager, train(graphed, steps=3)) == [] and full and graphed.stats.replayed > 0
+    assert differences(eager, train(graphed, **BRIEF)) == [] and full and graphed.stats.replayed > 0
 
 
 @pytest.mark.parametrize(

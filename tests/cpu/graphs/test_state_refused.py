@@ -13,7 +13,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from statekit import One, X, quietly
+from statekit import One, X, is_told, quietly
 from torch import nn
 
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
@@ -77,11 +77,6 @@ def run(model, calls=5):
 
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def is_told(graphed, calls):
-    """Whether every call was replayed, or has run eagerly under a counted reason."""
-    return graphed.stats.replayed + graphed.stats.fallbacks.total() == calls
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import watchkit
 from hiddenkit import CASES_OF_ONE_MODULE
-from statekit import One, X, captured, quietly
+from statekit import One, X, captured, is_told, quietly
 from watchkit import CASES, Classy
 
 from packgraph.graphs.errors import PackgraphWarning
@@ -40,11 +40,6 @@ def equal(one, other):
     return len(one) == len(other) and all(
         torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
-
-
-def is_told(graphed, calls):
-    """Whether every call was replayed, or has run eagerly under a counted reason."""
-    return graphed.stats.replayed + graphed.stats.fallbacks.total() == calls
 
 
 # Those of one module in hiddenkit are entries of the corpus.

@@ -27,6 +27,8 @@ KINDS = {
     "prompts": [{"prompt": text[:5], "completion": text[5:]} for text in TEXTS],
     "tokens": [{**row, "labels": row["input_ids"]} for row in documents(60)],
 }
+# One capture, where several prove no more.
+ONE = {"capacities": packgraph.Capacity(tokens=256, documents=9)}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -94,7 +96,7 @@ def test_training_is_that_of_the_plain_trainer(case, tmp_path):
     """Prompts are masked, labels shifted once, and a step is divided by all its labels: float32,
     sums in another order."""
     changes = {**CASES[case], "optim": "sgd", "learning_rate": 0.3, "eval_strategy": "steps"}
-    ours = run(Packing, tmp_path / "ours", **changes, eval_steps=3)
+    ours = run(Packing, tmp_path / "ours", **changes, eval_steps=3, more=ONE)
     theirs = run(SFTTrainer, tmp_path / "theirs", **changes, eval_steps=3)
     found, moved = dict(ours.model.named_parameters()), 0.0
     start = run(SFTTrainer, tmp_path / "start", **{**changes, "max_steps": 1, "learning_rate": 0.0})
@@ -254,7 +256,7 @@ def test_a_row_of_several_documents_keeps_them_apart(tmp_path):
 
 def test_only_what_the_assistant_says_is_trained(tmp_path):
     chat = {"rows": CHATS, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
-    ours = run(Packing, tmp_path / "ours", **chat)
+    ours = run(Packing, tmp_path / "ours", **chat, more=ONE)
     theirs = run(SFTTrainer, tmp_path / "theirs", **chat)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)
     whole = run(SFTTrainer, tmp_path / "whole", **{**chat, "assistant_only_loss": False})

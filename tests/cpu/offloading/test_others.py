@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from offloadkit import by_hand, runtime_of
+from offloadkit import NAMES, by_hand, offloaded, runtime_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,7 +19,6 @@ from packgraph.offloading.api import attach
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.runtime import LOOKS, OffloadRuntime
 
-NAMES = ("core_attn", "mlp_act")
 SIZE = 32
 
 
@@ -60,12 +59,6 @@ class Net(nn.Module):
                 else checkpoint(layer, x, use_reentrant=self.reentrant)
             )
         return x
-
-
-def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
-    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
-    attach(runtime, module)
-    return runtime
 
 
 def sample(rows: int = 64, seed: int = 1) -> torch.Tensor:

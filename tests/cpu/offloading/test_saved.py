@@ -1,23 +1,18 @@
 """What autograd saves, and how it asks for it, in all the ways that models do: offloading changes
 no number."""
 
-import gc
 import weakref
 
 import pytest
 import torch
-from offloadkit import AsksTwice
+from offloadkit import AsksTwice, offloaded
 from torch import nn
 
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading.api import attach
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed, OffloadKnobs
-from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import plan_by_knobs
-
-NAMES = ("core_attn", "mlp_act")
 
 
 class Marked(nn.Module):
@@ -32,12 +27,6 @@ class Marked(nn.Module):
     def forward(self, x):
         with self.offload("core_attn"):
             return self.made(x.to(self.weight.dtype) @ self.weight)
-
-
-def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
-    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
-    attach(runtime, module)
-    return runtime
 
 
 def gradients_of(
@@ -148,14 +137,6 @@ def test_what_is_changed_after_its_copy_has_ended_does_no_harm():
     module(torch.arange(4.0)).backward()
     expected = torch.arange(4.0) * 2 * (torch.arange(4.0) * 2).exp()
     assert torch.equal(module.weight.grad, expected)
-
-
-@pytest.fixture
-def no_collections():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collections):

@@ -152,12 +152,13 @@ def test_modules_with_lambdas_buffers_and_dropout():
         make_toy(layers=2), warmup=1, strict=True, compile=TRACED, granularity="layer"
     )
     state = {name: value.clone() for name, value in graphed.state_dict().items()}
-    replays = train(graphed, steps=3, sizes=(8, 12), between=poison_free_slots)
+    loop = {"steps": 3, "sizes": (8, 12), "in_flight": 2}
+    replays = train(graphed, **loop, between=poison_free_slots)
     replayed, compiled = graphed.stats.replayed, graphed.stats.compiled
     assert replayed > 0
     start_again(graphed, state)
     with packgraph.eager("compare"):
-        expected = train(graphed, steps=3, sizes=(8, 12))
+        expected = train(graphed, **loop)
     assert not differences(expected, replays)
     assert (graphed.stats.replayed, graphed.stats.compiled) == (replayed, compiled), (
         "the same code, and no replay"

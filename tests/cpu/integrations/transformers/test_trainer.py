@@ -27,6 +27,7 @@ from packgraph.integrations.transformers.collator import read_examples
 
 pytestmark = pytest.mark.usefixtures("one_process")
 TRAIN, TEST = documents(60), documents(13, seed=1)
+ONE = packgraph.Capacity(tokens=192, documents=9)  # one capture, where several prove no more
 
 
 class Packing(PackedTrainer, Trainer):
@@ -111,7 +112,7 @@ def test_training_is_that_of_the_plain_trainer(tmp_path):
     """Labels are shifted once, and a step is divided by all its labels: float32, sums in another
     order."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 3, "optim": "sgd", "learning_rate": 0.3}
-    ours = trained(packing(tmp_path / "ours", **evaluated))
+    ours = trained(packing(tmp_path / "ours", capacities=ONE, **evaluated))
     arguments = TrainingArguments(**options(tmp_path / "theirs", **evaluated))
     theirs = trained(
         Trainer(model(), arguments, padded, train_dataset=TRAIN, eval_dataset=TEST), eager=True
@@ -129,7 +130,7 @@ def test_training_is_that_of_the_plain_trainer(tmp_path):
 @pytest.mark.few(4)
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(stop, eager, tmp_path):
     """Within an epoch of four steps, at its end and behind it; its last step has one microbatch."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "data": TRAIN[:28]}
+    saving = {"save_strategy": "steps", "save_steps": 1, "data": TRAIN[:28], "capacities": ONE}
     whole = trained(packing(tmp_path / "whole", **saving), eager)
     half = packing(tmp_path / "half", **saving, max_steps=6)
     half.add_callback(Stop(stop))
@@ -215,12 +216,12 @@ def test_data_sets_of_rows(columns, tmp_path):
     data = datasets.Dataset.from_list(rows).add_column("seq_lengths", lengths)
     data = data.select_columns([*columns, "more"])
     small = {"per_device_train_batch_size": 2, "optim": "sgd"}
-    trainer = trained(packing(tmp_path, data=data, **small))
+    trainer = trained(packing(tmp_path, data=data, **small), eager=True)
     assert trainer.packing.documents == (48 if "seq_lengths" in columns else 24)
     listed = [{"input_ids": row["input_ids"], "seq_lengths": n} for row, n in zip(rows, lengths)]
     if "seq_lengths" not in columns:
         listed = [{"input_ids": row["input_ids"]} for row in rows]
-    twin = trained(packing(tmp_path, data=listed, **small))
+    twin = trained(packing(tmp_path, data=listed, **small), eager=True)
     assert same(trainer.model, twin.model)
     assert trainer.data_collator.capacities == twin.data_collator.capacities
 
@@ -383,12 +384,12 @@ def test_another_loss_is_refused(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return 2 * super().compute_loss(*args, **kwargs)
 
-    arguments = TrainingArguments(**options(tmp_path, optim="sgd"))
+    arguments = TrainingArguments(**options(tmp_path, optim="sgd", max_steps=2))
     with pytest.raises(ValueError, match=r"Own\.compute_loss would not be called"):
         Mixed(model(), arguments, train_dataset=TRAIN)
-    twice = trained(After(model(), arguments, train_dataset=TRAIN))
+    twice = trained(After(model(), arguments, train_dataset=TRAIN), eager=True)
     assert logged(twice, "loss")[0] == pytest.approx(
-        2 * logged(trained(packing(tmp_path)), "loss")[0], rel=0.05
+        2 * logged(trained(packing(tmp_path, max_steps=2), eager=True), "loss")[0], rel=0.05
     )
     other = model()
     other.loss_function = lambda **facts: torch.zeros(())
@@ -431,7 +432,7 @@ def test_rows_of_several_documents_are_packed_again_where_that_takes_no_more_row
 def test_an_evaluation_without_labels_is_no_loss_of_zero(tmp_path):
     """Transformers leaves NaN out of the mean, which 0 would pull down; 5.17 has NaN then."""
     nothing = [{**row, "labels": [-100] * len(row["input_ids"])} for row in TEST[:4]]
-    ours = packing(tmp_path)
+    ours = packing(tmp_path, capacities=ONE)
     expected = ours.evaluate(TEST)["eval_loss"]
     found = ours.evaluate(nothing + TEST)["eval_loss"]
     assert math.isnan(found) or found == pytest.approx(expected, rel=1e-6)
@@ -439,7 +440,7 @@ def test_an_evaluation_without_labels_is_no_loss_of_zero(tmp_path):
 
 
 def test_dropout_is_off_in_evaluation(tmp_path):
-    trainer = packing(tmp_path, model(attention_dropout=0.5))
+    trainer = packing(tmp_path, model(attention_dropout=0.5), capacities=ONE)
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
     replayed = trainer.stats.replayed
     trained(trainer)

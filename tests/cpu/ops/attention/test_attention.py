@@ -3,7 +3,7 @@ included."""
 
 import pytest
 import torch
-from attentionkit import textbook_backward, textbook_forward
+from attentionkit import random_inputs, textbook_backward, textbook_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch
@@ -31,19 +31,6 @@ def run(
     out = attend(*leaves, attention_metadata(batch, backend), scale=None)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def random_inputs(
-    rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (rows, kv_heads * group, dim),
-        (rows, kv_heads, dim),
-        (rows, kv_heads, value_dim),
-        (rows, kv_heads * group, value_dim),
-    ]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @settings(max_examples=25, deadline=None)

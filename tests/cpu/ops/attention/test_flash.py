@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from attentionkit import NAN, textbook_backward, textbook_forward
+from attentionkit import NAN, random_inputs, textbook_backward, textbook_forward
 from bench_models import SHAPES, draw_batches
 from graphkit import poison_free_slots
 from hypothesis import given, settings
@@ -100,19 +100,6 @@ def run(
     out = attention(*leaves, attention_metadata(batch, backend, finite_padding=finite))
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def random_inputs(
-    rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (rows, kv_heads * group, dim),
-        (rows, kv_heads, dim),
-        (rows, kv_heads, value_dim),
-        (rows, kv_heads * group, value_dim),
-    ]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @settings(max_examples=15)
