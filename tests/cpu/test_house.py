@@ -511,12 +511,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1605,
-    "train": 9081,
+    "train": 9084,
     "verification": 842,
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45038,
+    "tests": 45039,
     "benchmarks": 5435,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -240,6 +240,7 @@ class StepFeed:
         self._counts: dict[str, Any] | None = None
         self._making: deque[Future[FedStep]] = deque()
         self._asked: SimpleQueue[Future[FedStep] | None] | None = None
+        self._thread = threading.Thread()
         self.stop: StopRequest | None = None
         self._patience = patience
         self._is_whole = True  # no step is half made
@@ -283,7 +284,8 @@ class StepFeed:
         if self._asked is None:
             self._asked = SimpleQueue()
             name, asked = f"{QUIET_THREAD}-data", (self._asked,)
-            threading.Thread(target=self._serve, args=asked, name=name, daemon=True).start()
+            self._thread = threading.Thread(target=self._serve, args=asked, name=name, daemon=True)
+            self._thread.start()
         self._making.append(Future())
         self._asked.put(self._making[-1])
 
@@ -341,4 +343,6 @@ class StepFeed:
         if self._asked is not None:
             self._asked.put(None)
             self._asked = None
+            # What it holds goes before Python ends: tensors, and tables of Arrow.
+            self._thread.join(LONGEST)
         self._stream.close()
