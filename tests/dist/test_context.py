@@ -11,6 +11,7 @@ from contextkit import SPREAD, SpreadPacks, equal_metrics, switched
 from distkit import run_ranks
 from trainkit import close, equal, finished, tiny
 
+from packgraph.graphs import agreement
 from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
@@ -220,6 +221,7 @@ def switching(mesh, kind, graphs):
     shape = dataclasses.replace(config(kind, ALONE).model, dropout=0.1, num_layers=2)
     model, batches = DecoderModel(shape).train(), list(itertools.islice(SpreadPacks(kind), 16))
     spread_context(model, mesh, wish=kind)
+    assert agreement.consensus_of(model) is not agreement.alone
     if kind == "zigzag":
         batches[8:10] = [PackedBatch.empty(capacity) for capacity in SPREAD[kind]]
     return switched(mesh, model, SPREAD[kind], batches, graphs)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the models are of this library")
 
 from packed_families import CASES, any_decoder, batch_of, build
 
+from packgraph.graphs.agreement import alone, consensus_of
 from packgraph.integrations.transformers import proof, tensor
 from packgraph.integrations.transformers.model import packed
 from packgraph.integrations.transformers.tensor import parallelize, prove, tensor_problems
@@ -47,6 +48,7 @@ def distance(mesh: Any, kind: str, sequence: bool) -> dict[str, float]:
     part, whole = packed(copy.deepcopy(model)), packed(model)
     parallelize(part, mesh["tp"], sequence=sequence)
     assert any(isinstance(value, DTensor) for value in part.parameters())
+    assert consensus_of(part) is not alone
     losses = [one(batch) for one in (part, whole)]
     for loss in losses:
         loss.backward()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from tracekit import differences
 
+from packgraph.graphs.agreement import alone, consensus_of
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.stages import Stage, run_stages
@@ -145,7 +146,9 @@ def refused(mesh):
     with pytest.raises(ValueError, match="along the vocabulary"):
         head_cross_entropy(torch.ones(2, 3), weight, torch.ones(2, dtype=torch.int64))
     model = DecoderModel(tiny_config())
+    assert consensus_of(model) is alone
     parallelize(model, mesh["tp"])
+    assert consensus_of(model) is not alone  # nobody captures it alone
     split = {
         name
         for name, parameter in model.named_parameters()

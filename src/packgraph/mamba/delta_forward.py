@@ -80,6 +80,12 @@ class DeltaSizes(NamedTuple):
     chunks: int
     chunk: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What all kernels are compiled for."""
+        named = {"Q": self.chunk, "K": self.keys, "V": self.columns}
+        return named | {"HEADS": self.heads, "GROUP": self.group}
+
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tables, scores, inverse, w, u
 
@@ -328,11 +334,7 @@ def prepare(
         g.stride(0),
         beta.stride(0),
         chunks * rows,
-        Q=rows,
-        K=sizes.keys,
-        V=sizes.columns,
-        HEADS=heads,
-        GROUP=sizes.group,
+        **sizes.constants,
         WIDE=wide,
         BROAD=broad,
         KEYS=min(wide, way.rows),
@@ -369,11 +371,7 @@ def carry(
         sizes.rows,
         k.stride(0),
         tables.shape[2],
-        Q=sizes.chunk,
-        K=sizes.keys,
-        V=sizes.columns,
-        HEADS=sizes.heads,
-        GROUP=sizes.group,
+        **sizes.constants,
         WIDE=padded(sizes.keys),
         COLUMNS=way.columns,
         PIECES=pieces,
@@ -412,11 +410,7 @@ def forward(
         sizes.rows,
         q.stride(0),
         prepared[0].shape[2],
-        Q=chunk,
-        K=sizes.keys,
-        V=sizes.columns,
-        HEADS=sizes.heads,
-        GROUP=sizes.group,
+        **sizes.constants,
         WIDE=wide,
         KEYS=min(wide, ways.mix.rows),
         COLUMNS=columns,

@@ -60,7 +60,7 @@ def gated_delta(
     channel; not positive. beta: [T, Hv]. document_ids: int32 [T], -1 = padding, the rows of a
     document one after another. chunk: Q >= 1; the result does not depend on it but for rounding.
     What stands in padding reaches nothing. Raises ValueError for shapes that do not fit together.
-    Kernels make products of the dtype of v, to which q and k are rounded.
+    Where kernels do it q and k are rounded to the dtype of v.
     """
     _check(q, k, v, g, beta, document_ids)
     size = max(k.shape[2], v.shape[2])

@@ -156,13 +156,14 @@ class Executor:
         return sample_batch(capacity).to(self._device), self._on_device(1)
 
     def build(self, capacities: Sequence[Capacity]) -> None:
-        """Captures these capacities, largest first."""
+        """Captures these capacities, largest first; those of a pipeline with its other stages."""
         self.capture_rows(capacities)
 
     def capture_rows(
         self, capacities: Sequence[Capacity], slots: int | None = None, training: bool = True
     ) -> None:
-        """Does as `build`, of no pipeline. slots, training: as in `Control.build`."""
+        """Captures these capacities of each module by itself. slots, training: as in
+        `Control.build`."""
         for number, graphed in enumerate(self.graphed):
             samples = [self.arguments(number, capacity) for capacity in capacities]
             graphed.build(samples, slots, training, self._watch)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from hubkit import COMMIT, served
 from tuningkit import tiny_model, word_tokenizer
 
 from packgraph.train.config.hub import repository_of
+from packgraph.train.config.presets import hf
+from packgraph.train.config.sections import HfConfig
+from packgraph.train.run_folder import model_name
 
 ANSWERS = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -30,11 +34,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     (model / "onnx").mkdir()
     (model / "onnx" / "config.json").write_text("{}")
     rows = here / "data" / "default"
-    for split, count in (("train", 40), ("test", 20)):
+    for split, count in (("train", 40), ("test", 20), ("../other/test", 20)):
         (rows / split).mkdir(parents=True)
         told = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
         pq.write_table(pa.table({"messages": told * count}), rows / split / "0000.parquet")
     repositories = {"org/tiny": model, "datasets/org/chats": here / "data", "gated/tiny": model}
+    repositories["org/words"] = model
     with served(repositories) as address:
 
         def packgraph(words: str, *, offline: bool = False) -> subprocess.CompletedProcess[str]:
@@ -76,7 +81,11 @@ def test_a_model_and_data_are_trained_by_name_and_go_on_without_the_hub(run: Any
         ("hf:./org/tiny", "hf:./org/tiny: there is no org/tiny/config.json"),
         (
             "hf:org/tiny --data.source hub --data.path org/chats:validation",
-            "org/chats:validation: no configuration has a whole split validation",
+            "org/chats:validation: names 0 whole splits that the hub has as Parquet, must be one",
+        ),
+        (
+            "hf:org/tiny --data.source hub --data.path org/chats:test",
+            "there is org/chats:default/test, org/chats:other/test.",
         ),
         (
             "hf:org/tiny --data.source hub --data.path ./chats",
@@ -95,3 +104,26 @@ def test_what_the_hub_does_not_have_is_said_in_words(run: Any, words: str, told:
 def test_a_name_that_nobody_can_ask_for_says_how_to_get_it(run: Any) -> None:
     done = run(f"train hf:org/else@v2 --data.path chats.jsonl {SHORT}", offline=True)
     assert "`hf download org/else --revision v2`" in done.stderr
+
+
+def test_a_split_is_not_trained_on_without_the_list_of_its_files(run: Any) -> None:
+    """A cache may hold some of them, and nobody there knows how many there are."""
+    words = "train hf:org/tiny --data.source hub --data.path org/chats:other/test"
+    assert run(f"{words} {SHORT}").returncode == 0
+    done = run(f"{words} {SHORT}", offline=True)
+    assert "org/chats: there is no such folder here" in done.stderr and done.returncode == 2
+
+
+def test_random_weights_and_tokenizers_are_asked_for_without_weights(run: Any) -> None:
+    words = f"--data.path chats.jsonl --data.tokenizer org/words {SHORT} --run.name words"
+    assert run(f"train qwen3-tiny {words}").returncode == 0
+    stored = json.loads((run.folder / "runs" / "words" / "config.json").read_text())
+    there = {file.name for file in Path(stored["data"]["tokenizer"]).iterdir()}
+    assert "tokenizer.json" in there and not any("safetensors" in name for name in there)
+
+
+def test_other_folders_called_snapshots_have_a_name(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots" / "step100"
+    assert repository_of(str(folder)) is None
+    config = replace(hf(), hf=HfConfig(path=str(folder)))
+    assert model_name(config) == "step100"

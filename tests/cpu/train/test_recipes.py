@@ -92,6 +92,9 @@ def test_yaml_is_read_as_toml_is(place: Path) -> None:
     assert not isinstance(asked, int)
     config = asked.arguments[0].read()[0]
     assert (config.optimizer.learning_rate, config.lora.rank) == (2e-4, 4)
+    Path("run.yaml").write_text("preset: hf\npreset: qwen3-tiny\n")
+    with pytest.raises(ConfigError, match="preset is there twice"):
+        load_file(Path("run.yaml"))
     Path("run.yaml").write_text("preset: [hf\n")
     with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML: while parsing"):
         load_file(Path("run.yaml"))

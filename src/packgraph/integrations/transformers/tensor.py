@@ -31,11 +31,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from packgraph.graphs.agreement import set_consensus
 from packgraph.integrations.transformers.families import is_plain
 from packgraph.integrations.transformers.mixers import experts_of
 from packgraph.integrations.transformers.model import PackedModel, pack_twin
 from packgraph.integrations.transformers.proof import prove_split
 from packgraph.ops.float8.linear import Float8Linear
+from packgraph.parallel.ranks import consensus_over
 from packgraph.parallel.tensor import distribute
 
 STYLES: dict[str, ParallelStyle] = {
@@ -263,6 +265,7 @@ def parallelize(packed: Any, mesh: DeviceMesh, *, sequence: bool = False) -> Non
             if id(module) in norms and _is_norm(module)
         }
         packed.split_rows = True
+    set_consensus(packed, consensus_over(mesh.get_group()))
     trained = {name: value.requires_grad for name, value in causal.named_parameters()}
     parallelize_module(causal, mesh, plan, src_data_rank=None)
     for name, value in causal.named_parameters():

@@ -577,7 +577,15 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError("reading it needs PyYAML: pip install pyyaml") from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """PyYAML's, whose numbers with an exponent need no point."""
+        """PyYAML's, whose numbers with an exponent need no point, and whose keys are there once."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            """The values of a mapping by name."""
+            names = [key.value for key, _ in node.value]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{twice[0]} is there twice")
+            found = super().construct_mapping(node, deep)
+            return {str(name): value for name, value in found.items()}
 
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
