@@ -25,7 +25,6 @@ from moe_experts import Row, Session
 from ssd import launched
 from torch import Tensor
 
-import packgraph.mamba.gated_delta as rule
 from packgraph.mamba.gated_delta import chunked_gated_delta, gated_delta
 
 HEADS, SIZE, CHUNK = 16, 128, 64
@@ -193,7 +192,6 @@ def time_pieces(session: Session, tokens: int, mean: int) -> None:
 
 def main() -> int:
     """Returns how many checks found something wrong."""
-    rule.BY_KERNELS = True
     parser = argparse.ArgumentParser(description="Times of the gated delta rule.")
     parser.add_argument("--out", type=Path, help="a file that rows are added to")
     parser.add_argument("--seconds", type=float, default=200.0)

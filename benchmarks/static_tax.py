@@ -14,12 +14,9 @@ the longest possible one, over the same at a tight capacity. What the experiment
            over all before
   wide     keys and values repeated to all heads: backward then needs no float32 sums of T + 128 N rows
   bare     without the masks that keep padding out: what those cost
-  blocks   one sequence with lists of blocks (flash_blocks.py), whatever the number of documents;
-  lists: making them
 """  # noqa: E501
 
 import argparse
-import functools
 import json
 import statistics
 import sys
@@ -28,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flash_blocks
 import torch
 from bench_models import SHAPES, draw_batches, zero_gradients
 from result_rows import commit_of_source
@@ -79,12 +75,6 @@ class Session:
         except FAILURES as error:
             found = {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
         self.write(section, **what, **found, seconds=round(time.perf_counter() - begin, 1))
-
-    @functools.cache  # noqa: B019 - one session per process
-    def block_kernels(self) -> tuple[Any, Any, Any]:
-        """The functions of flash-attn-4 for lists of blocks; one set, since each compiles its own
-        kernels."""
-        return flash_blocks.kernels()
 
     def problems(self, backend: str, dim: int = 128, value_dim: int = 128) -> list[str]:
         """Why a backend cannot run here."""
@@ -178,23 +168,6 @@ def check_bits(
     return {"same_bits_as_tight": same, "replays_equal_eager": replayed, "ok": found}
 
 
-def check_blocks(session: Session, heads: tuple[int, int], tokens: int = 1024) -> Row:
-    """Attention by lists of blocks against the varlen kernels."""
-    lengths = [300, 1, 411, 128]
-    tensors = inputs(session, tokens, heads, (128, 128))
-    batch = documents(lengths, tokens, 64, session.device)
-    expected = attend(tensors, attention_metadata(batch, "flash"))
-    grad = tensors[3].masked_fill(batch.padding_mask[:, None, None], 0.0)
-    blocks = flash_blocks.make_blocks(batch.cu_seqlens, tokens)
-    found = flash_blocks.attend_by_blocks(session.block_kernels(), *tensors[:3], blocks, grad)
-    used = sum(lengths)
-    return {
-        "distances": [
-            round(distance(a[:used], b[:used]), 5) for a, b in zip(found, expected, strict=True)
-        ]
-    }
-
-
 def _replays(session: Session, backend: str, tensors: list[Tensor], tokens: int) -> bool:
     static = documents([500, 400], tokens, 64, session.device)
     stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -286,16 +259,6 @@ def tax_ways(
             yield f"{name} wide", lambda backward, meta=meta: usual(meta, backward, repeat=True)
         if backend == "flash" and capacity == 256:
             yield f"{name} bare", lambda backward, meta=meta: bare(meta, backward)
-    if backend == "flash":
-        functions = session.block_kernels()
-        blocks = flash_blocks.make_blocks(meta.cu_seqlens, tokens)
-        yield (
-            "blocks",
-            lambda backward: flash_blocks.attend_by_blocks(
-                functions, *(x.detach() for x in leaves), blocks, grad if backward else None
-            ),
-        )
-        yield "lists", lambda backward: flash_blocks.make_blocks(meta.cu_seqlens, tokens)
 
 
 def measure_tax(session: Session, backend: str, tokens: int, heads: tuple[int, int]) -> None:
@@ -409,8 +372,6 @@ def run(session: Session) -> None:
         session.attempt(
             "bits", lambda backend=backend: check_bits(session, backend, large, dims), **what
         )
-    if "flash" in backends:
-        session.attempt("blocks", lambda: check_blocks(session, large), heads=list(large))
     for backend in backends:
         measure_tax(session, backend, 4096 if session.cuda else 64, large)
     tuned = {"max_autotune": True, "coordinate_descent_tuning": True}

@@ -516,8 +516,8 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45070,
-    "benchmarks": 5435,
+    "tests": 45068,
+    "benchmarks": 5399,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

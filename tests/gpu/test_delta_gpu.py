@@ -5,7 +5,6 @@ import pytest
 import torch
 from ssmkit import NAN, delta_inputs, distances, ids_of, with_gradients
 
-import packgraph.mamba.gated_delta as rule
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.gated_delta import chunked_gated_delta, delta_problems, gated_delta
 
@@ -23,8 +22,7 @@ PACKS = [[500], [3, 130, 1, 255, 64], [], [512], [128, 128, 256], [100, 28, 300]
 
 
 @pytest.fixture(autouse=True)
-def quiet_again(monkeypatch):
-    monkeypatch.setattr(rule, "BY_KERNELS", True)
+def quiet_again():
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -80,6 +78,8 @@ def test_kernels_equal_single_operations(shape):
     [
         ((2, 4, 128, 128), 64, BF16),
         ((2, 2, 16, 16), 64, BF16),
+        ((1, 2, 16, 64), 64, BF16),
+        ((1, 1, 128, 256), 64, BF16),
         ((1, 2, 256, 256), 64, BF16),
         ((1, 2, 96, 192), 32, BF16),
         ((2, 2, 64, 64), 16, torch.float16),

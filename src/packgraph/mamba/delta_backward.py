@@ -27,6 +27,7 @@ from packgraph.mamba.delta_forward import (
     Prepared,
     carry,
     chains_of,
+    columns_of,
     delta_sizes,
     delta_ways,
     ids_around,
@@ -41,7 +42,6 @@ from packgraph.mamba.ssd_forward import (
     launched,
     load_ids,
     load_tile,
-    padded,
     precision_of,
 )
 from packgraph.ops.kernels import tl, triton
@@ -212,7 +212,7 @@ def backward(
     ahead, back = chains_of(ids, sizes)
     states, made = carry(k, ids, prepared, ahead, sizes, ways.carry)
     of_states, of_made = carry_back(q, k, dy, ids, prepared, back, sizes, ways.back)
-    wide, broad, way = padded(sizes.keys), padded(sizes.columns), ways.gradients
+    wide, broad, way = columns_of(sizes.keys), columns_of(sizes.columns), ways.gradients
     kind = k.dtype if sizes.group == 1 else torch.float32
     dq, dk = (x.new_empty(*v.shape[:2], sizes.keys, dtype=kind) for x in (q, k))
     dv, dg, dbeta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (v, g, beta))
@@ -285,7 +285,7 @@ def carry_back(
         tables.shape[2],
         sizes.chunks,
         **sizes.constants,
-        WIDE=padded(sizes.keys),
+        WIDE=columns_of(sizes.keys),
         COLUMNS=way.columns,
         PIECES=pieces,
         PRECISION=precision_of(k.dtype),

@@ -83,8 +83,10 @@ class DeltaSizes(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """What all kernels are compiled for."""
-        named = {"Q": self.chunk, "K": self.keys, "V": self.columns}
-        return named | {"HEADS": self.heads, "GROUP": self.group}
+        return {
+            **{"Q": self.chunk, "K": self.keys, "V": self.columns},
+            **{"HEADS": self.heads, "GROUP": self.group},
+        }
 
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tables, scores, inverse, w, u
@@ -97,11 +99,16 @@ def delta_sizes(k: Tensor, v: Tensor, chunk: int) -> DeltaSizes:
     return DeltaSizes(rows, heads, heads // shared, keys, columns, chunks, chunk)
 
 
+def columns_of(size: int) -> int:
+    """Columns in a program for heads of `size`: a power of two, of at least 64. Narrower
+    products came out wrong on Hopper with Triton 3.6, or read outside of their operands."""
+    return max(64, padded(size))
+
+
 def delta_ways(sizes: DeltaSizes, dtype: torch.dtype) -> DeltaConfigs:
     """The ways for these sizes: as much is loaded ahead as shared memory holds."""
-    # of one stage of `back`: q, k and w
-    large = 3 * sizes.chunk * padded(sizes.keys) * dtype.itemsize * 2 > STAGE_BYTES
-    return LARGE if large or dtype.itemsize > 2 else EVERYWHERE
+    loaded = 3 * sizes.chunk * columns_of(sizes.keys) * dtype.itemsize  # by `back`: q, k and w
+    return LARGE if 2 * loaded > STAGE_BYTES or dtype.itemsize > 2 else EVERYWHERE
 
 
 @triton.jit
@@ -318,7 +325,7 @@ def prepare(
         v.new_empty(chunks, heads, rows, sizes.keys),
         v.new_empty(chunks, heads, rows, sizes.columns),
     )
-    wide, broad = padded(sizes.keys), padded(sizes.columns)
+    wide, broad = columns_of(sizes.keys), columns_of(sizes.columns)
     _prepare[(chunks * heads,)](
         q,
         k,
@@ -372,7 +379,7 @@ def carry(
         k.stride(0),
         tables.shape[2],
         **sizes.constants,
-        WIDE=padded(sizes.keys),
+        WIDE=columns_of(sizes.keys),
         COLUMNS=way.columns,
         PIECES=pieces,
         PRECISION=precision_of(k.dtype),
@@ -398,7 +405,7 @@ def forward(
     prepared = prepare(q, k, v, g, beta, ids, sizes, ways.prepare)
     states, made = carry(k, ids, prepared, chains_of(ids, sizes)[0], sizes, ways.carry)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    wide, columns = padded(sizes.keys), min(padded(sizes.columns), ways.mix.columns)
+    wide, columns = columns_of(sizes.keys), min(columns_of(sizes.columns), ways.mix.columns)
     pieces = triton.cdiv(sizes.columns, columns)
     _mix[(sizes.chunks * sizes.heads * pieces,)](
         q,

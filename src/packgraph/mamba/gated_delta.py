@@ -18,7 +18,7 @@ are float32 (float64 in float64). Nothing waits for the host.
 
 The single operations of `chunked_gated_delta` do it. There are kernels for CUDA
 (delta_forward.py, delta_backward.py), two operations for whoever watches, as in mamba/ssd.py, whose
-forward keeps its inputs and nothing else. They are off (`BY_KERNELS`) until they have run on a GPU.
+forward keeps its inputs and nothing else.
 
 One decay a head is a factor of the product q k. Decays of channels are not: rows meet the keys of
 blocks before theirs by way of their block's first row, from where both exponents are at most zero,
@@ -36,10 +36,9 @@ from packgraph.mamba import delta_backward, delta_forward
 from packgraph.mamba.ssd import side_by_side
 from packgraph.ops.kernels import by_rows, kernel_problems, save_inputs
 
-BY_KERNELS = False  # what tests/gpu/test_delta_gpu.py turns on; no GPU has run it yet
 CHUNKS = (16, 32, 64)  # that kernels take
 MOST_SIZE = 256  # columns of a head
-MOST_KEY_BYTES = 512  # of a row of keys, for chunks of more than 32 rows
+MOST_KEYS = 128  # columns, for chunks of more than 32 rows
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 BLOCK = 16  # rows whose decays of channels are taken one by one
 
@@ -64,9 +63,9 @@ def gated_delta(
     """
     _check(q, k, v, g, beta, document_ids)
     size = max(k.shape[2], v.shape[2])
-    if not BY_KERNELS or delta_problems(v.device, v.dtype, size, chunk, g.dim()):
+    if delta_problems(v.device, v.dtype, size, chunk, g.dim()):
         return chunked_gated_delta(q, k, v, g, beta, document_ids, chunk)
-    if k.shape[2] * v.dtype.itemsize > MOST_KEY_BYTES:  # what shared memory holds
+    if k.shape[2] > MOST_KEYS:  # more is wrong on Hopper with Triton 3.6
         chunk = min(chunk, 32)
     return delta_by_kernels(q.to(v.dtype), k.to(v.dtype), v, g, beta, document_ids, chunk)
 

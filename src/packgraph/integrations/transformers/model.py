@@ -241,8 +241,8 @@ class PackedModel(SharedRows, nn.Module):
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
         check_outside(self.causal, self.family)  # anybody may have changed it
-        layers, inner = self.layers, []
-        if self.family.kind != "dense":
+        layers, inner, routed = self.layers, [], self.family.kind != "dense"
+        if routed:
             refuse_other_experts(layers)
         windows = self.windows
         for index in self.numbers:
@@ -251,9 +251,9 @@ class PackedModel(SharedRows, nn.Module):
                 raise ValueError(
                     f"layer {index} came after packed(model), which prepares layers; call it again"
                 )
-            kind = self.layer_types[index] if self.layer_types else ""
-            run = layer_runner(kind, windows[index])
-            inner.append(Stage("layer", index, run, waits(layer), owner=layer))
+            run = layer_runner(self.layer_types[index] if self.layer_types else "", windows[index])
+            why_not = waits(layer) if routed else ""
+            inner.append(Stage("layer", index, run, why_not, owner=layer))
         head = [Stage("head", len(layers), self.run_head)] if self.last else []
         marks = bool(getattr(self.decoder, self.family.embedding)._forward_hooks)
         embed = Stage("embed", -1, self.run_embed, opaque=marks)  # a tracer does not mark leaves
