@@ -84,8 +84,11 @@ class DeltaSizes(NamedTuple):
     def constants(self) -> dict[str, int]:
         """What all kernels are compiled for."""
         return {
-            **{"Q": self.chunk, "K": self.keys, "V": self.columns},
-            **{"HEADS": self.heads, "GROUP": self.group},
+            "Q": self.chunk,
+            "K": self.keys,
+            "V": self.columns,
+            "HEADS": self.heads,
+            "GROUP": self.group,
         }
 
 
