@@ -15,6 +15,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from bench_models import build_part, dtype_on, shape, zero_gradients
@@ -26,7 +27,12 @@ from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.graphs.graphed import forward_backward
 from packgraph.packing.batch import PackedBatch
 
-LIVE = {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
+LIVE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "head_dim": 128,
+}
 LIVE |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
