@@ -94,13 +94,6 @@ def test_kernels_equal_single_operations_for_every_size(shape, chunk, dtype):
     assert_near(by_kernels(inputs, grad, ids, chunk), in_float64(inputs, grad, ids), dtype)
 
 
-def test_bfloat16_is_near_float32():
-    ids = ids_of([700, 1, 300], 23).cuda()
-    inputs, grad = case(1024, (2, 4, 128, 128), BF16)
-    wide = by_kernels([x.float() for x in inputs], grad.float(), ids)
-    assert_near(by_kernels(inputs, grad, ids), wide, BF16)
-
-
 def test_what_stands_in_padding_reaches_nothing_and_documents_are_apart():
     ids, changed = ids_of([100, 3, 227], 54).cuda(), slice(100, 103)
     inputs, grad = case(384, dtype=BF16)

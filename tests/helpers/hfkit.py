@@ -102,22 +102,23 @@ def compare_with_transformers(
     batch = hand_batch(documents, rows, len(lengths) + 2)
     ours(batch).backward()
     logits = ours.logits(batch).detach()
-    count = sum(length - 1 for length in lengths)
-    start = 0
+    count, start = sum(length - 1 for length in lengths), 0
     for document in documents:
         expected = theirs(input_ids=torch.tensor([document]), use_cache=False).logits[0]
         assert_close(logits[start : start + len(document)], expected.detach(), "logits")
         start += len(document)
-        targets = torch.tensor(document[1:], dtype=torch.int64)
         (
-            torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count
+            torch.nn.functional.cross_entropy(
+                expected[:-1], torch.tensor(document[1:]), reduction="sum"
+            )
+            / count
         ).backward()
     gradients = {
         name.removeprefix(f"{theirs.base_model_prefix}."): value.grad
         for name, value in theirs.named_parameters()
     }
-    family = family_of(ours.config)
-    named = {family.tensor_name(name, ""): parameter for name, parameter in ours.named_parameters()}
+    written = family_of(ours.config).tensor_name
+    named = {written(name, ""): parameter for name, parameter in ours.named_parameters()}
     assert set(named) == set(gradients)
     for name, parameter in named.items():
         assert_close(parameter.grad, gradients[name], name, relative)

@@ -3,6 +3,8 @@ it, or run eagerly. Beside each change an eager twin is changed alike."""
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -142,6 +144,11 @@ def kept_object(number):
 @functools.lru_cache
 def kept_tensor(number):
     return torch.full((4,), float(number))
+
+
+@functools.lru_cache(maxsize=1)
+def rotary_table(length):
+    return torch.arange(float(length)).cos()
 
 
 @functools.lru_cache
@@ -316,6 +323,16 @@ def test_numbers_between_stages_are_seen(granularity):
 def test_a_number_from_a_cache_is_captured():
     stats = compare(lambda: Doing(lambda m, x: m.layer(x) * kept_number(3)), lambda m: None)
     assert stats.replayed == CHANGED + 1
+
+
+def test_a_rotary_table_lives_as_long_as_the_graphs_that_read_it():
+    graphed = graph(Doing(lambda m, x: m.layer(x) * rotary_table(4)), warmup=0)
+    graphed(torch.ones(3, 4)).sum().backward()
+    table, _ = weakref.ref(rotary_table(4)), rotary_table(5)  # the cache drops the other one
+    assert graphed.stats.replayed == 1 and table() is not None
+    del graphed
+    gc.collect()
+    assert table() is None
 
 
 def late_hook(module):

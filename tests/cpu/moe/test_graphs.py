@@ -48,3 +48,13 @@ def test_the_router_stays_exact_under_autocast():
         found = model.logits(batch())
     loss.backward()
     torch.testing.assert_close(found.float()[:24], expected[:24], rtol=0.1, atol=0.02)
+
+
+def test_experts_that_drop_without_padding_are_captured_whole():
+    """Nothing waits for how many tokens an expert keeps: no rows are made up to a capacity."""
+    batches = [pack([torch.randint(1, 32, (n,)).tolist()], [CAPACITY])[0] for n in (9, 24, 32, 17)]
+    found = packgraph.verify(
+        decoder(drop_factor=0.75), batches * 2, strict=True, warmup=1, backend="recorder"
+    )
+    assert found and found.replayed >= 6
+    assert not torch.equal(decoder()(batches[1]), decoder(drop_factor=0.75)(batches[1]))
