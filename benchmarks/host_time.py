@@ -28,8 +28,13 @@ from packgraph.graphs.graphed import forward_backward
 from packgraph.packing.batch import PackedBatch
 
 LIVE: dict[str, Any] = {
-    **{"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128},
-    **{"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
 }
 
 

@@ -107,11 +107,9 @@ def compare_with_transformers(
         expected = theirs(input_ids=torch.tensor([document]), use_cache=False).logits[0]
         assert_close(logits[start : start + len(document)], expected.detach(), "logits")
         start += len(document)
+        targets = torch.tensor(document[1:], dtype=torch.int64)
         (
-            torch.nn.functional.cross_entropy(
-                expected[:-1], torch.tensor(document[1:]), reduction="sum"
-            )
-            / count
+            torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count
         ).backward()
     gradients = {
         name.removeprefix(f"{theirs.base_model_prefix}."): value.grad
