@@ -326,8 +326,8 @@ def read_chat(words: list[str]) -> int | Call:
     asked = parse_arguments(words, ChatArguments()).own
     if asked.help:
         return _help(CHAT_USAGE, ChatArguments())
-    if asked.tokens < 1:
-        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+    if problems := asked.problems():
+        raise ConfigError(problems)
     return Call("packgraph.train.export:run_chat", (asked,))
 
 

@@ -13,17 +13,20 @@ out of it. A chat goes through the export, so what answers is what others will l
 import importlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
@@ -59,6 +62,7 @@ from packgraph.train.features.lora import (
     needs_merged,
     save_adapter,
 )
+from packgraph.train.launch import choose_device
 from packgraph.train.progress import SILENT, Phases, phases_of_command
 from packgraph.train.run_files import CHECKPOINTS, CONFIG, WRITING, sync_file, sync_folder, writing
 
@@ -244,36 +248,63 @@ def _special_ids(source: Path) -> dict[str, int]:
     return found
 
 
-class Chat:
-    """Answers greedily, and remembers the turns."""
+class Typed:
+    """An answer that is shown as it is made: what `generate` of transformers calls a streamer."""
 
-    def __init__(
-        self, model: Any, tokenizer: Tokenizer, *, tokens: int, is_text: bool = False
-    ) -> None:
-        """model: of transformers. tokens: of an answer at most. is_text: what is given is a text to
-        go on with."""
-        self._model, self._tokenizer = model.eval(), tokenizer
-        self._tokens, self._is_text = tokens, is_text
+    def __init__(self, tokenizer: Tokenizer, show: Callable[[str], None]) -> None:
+        """show: gets the text piece by piece."""
+        self._tokenizer, self._show = tokenizer, show
+        self._ids, self._shown = list[int](), -1  # of the text, characters; -1 = the prompt comes
+
+    def put(self, ids: Tensor) -> None:
+        """The prompt comes first, [1, length], then token by token."""
+        if self._shown < 0:
+            self._shown = 0
+            return
+        self._ids += ids.flatten().tolist()
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith("\ufffd"):  # a character is not there as a whole
+            self._show(text[self._shown :])
+            self._shown = len(text)
+        if text.endswith("\n"):  # what follows is read by itself
+            self._ids, self._shown = [], 0
+
+    def end(self) -> None:
+        """The answer is there as a whole."""
+        self._show(self._tokenizer.decode(self._ids)[max(self._shown, 0) :] + "\n")
+
+
+class Chat:
+    """Answers, and remembers the turns."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, asked: ChatArguments) -> None:
+        """model: of transformers."""
+        self._model, self._tokenizer, self._asked = model.eval(), tokenizer, asked
         self._turns: list[Message] = []
+        self._drawing: dict[str, Any] = {"do_sample": asked.temperature > 0}
+        if asked.temperature > 0:
+            self._drawing |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": 0}
 
     @torch.no_grad()
-    def answer(self, prompt: str) -> str:
-        """Returns the model's answer to `prompt`."""
-        if self._is_text:
+    def answer(self, prompt: str, show: Callable[[str], None] | None = None) -> str:
+        """Returns the model's answer to `prompt`. show: gets it in pieces, and the line's end."""
+        if self._asked.text:
             ids = self._tokenizer.start(prompt)
         else:
             self._turns.append(Message("user", prompt))
             ids = self._tokenizer.ask(self._turns)
+        given = torch.tensor([ids], device=self._model.device)
         found = self._model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            max_new_tokens=self._tokens,
-            do_sample=False,
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=self._asked.tokens,
             eos_token_id=list(self._tokenizer.ends) or None,
             pad_token_id=(self._tokenizer.ends or (0,))[0],
+            streamer=None if show is None else Typed(self._tokenizer, show),
+            **self._drawing,
         )
         text = self._tokenizer.decode(found[0, len(ids) :].tolist())
-        if not self._is_text:
+        if not self._asked.text:
             self._turns.append(Message("assistant", text))
         return text
 
@@ -285,25 +316,30 @@ def run_export(asked: ExportArguments) -> int:
             asked.run, asked.folder, adapter=asked.adapter, best=asked.best, phases=phases
         )
     print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
+    if (asked.folder / TOKENIZER_FILES[0]).is_file():
+        print(f"to serve it:  vllm serve {shlex.quote(str(asked.folder))}", file=sys.stderr)
     return 0
 
 
 def run_chat(asked: ChatArguments) -> int:
     """Run `packgraph chat`; returns the exit code. Raises ConfigError and what `export` raises."""
-    config, library = config_of(asked.run), transformers_module()
+    config, library, device = (
+        config_of(asked.run),
+        transformers_module(),
+        choose_device(asked.device),
+    )
     tokenizer = build_tokenizer(config.data)
     logging: Any = importlib.import_module("transformers.utils.logging")
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
-        export(asked.run, Path(folder) / "weights", best=asked.best)
-        model = library.AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "weights", local_files_only=True, dtype="auto"
-        )
-    chat = Chat(model, tokenizer, tokens=asked.tokens, is_text=asked.text)
-    if asked.prompt is not None:
-        print(chat.answer(asked.prompt))
-        return 0
-    for line in sys.stdin:
-        if line.strip():
-            print(chat.answer(line.rstrip("\n")), flush=True)
+    with phases_of_command() as phases, tempfile.TemporaryDirectory() as folder:
+        export(asked.run, Path(folder) / "weights", best=asked.best, phases=phases)
+        with phases.during(f"loading the weights on {device}"):
+            model = library.AutoModelForCausalLM.from_pretrained(
+                Path(folder) / "weights", local_files_only=True, dtype="auto"
+            ).to(device)
+    torch.manual_seed(asked.seed)
+    chat, show = Chat(model, tokenizer, asked), partial(print, end="", flush=True)
+    for line in sys.stdin if asked.prompt is None else [asked.prompt]:
+        if asked.prompt is not None or line.strip():
+            chat.answer(line.rstrip("\n"), show)
     return 0

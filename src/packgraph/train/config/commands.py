@@ -79,11 +79,12 @@ checkpoint (config.json and safetensors), with the tokenizer it was trained with
 (--lora.rank) are merged into the weights."""
 
 CHAT_USAGE = """\
-usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N]
+usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N] [--temperature T] ...
 
 Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
-transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
-turn of one chat."""
+transformers, on a GPU where there is one. An answer appears as it is made; --temperature draws its
+tokens at random instead of taking the likeliest. Without --prompt every line of the input is a turn
+of one chat."""
 
 DATA_USAGE = """\
 usage: packgraph data build FOLDER --source jsonl --path FILE [--tokenizer FILE] ...
@@ -207,6 +208,23 @@ class ChatArguments(CommandArguments):
     prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
     text: bool = option(False, "go on with what is given as a text, not as a chat")
     tokens: int = option(200, "tokens of an answer at most", metavar="N")
+    temperature: float = option(
+        0.0, "what scores are divided by before tokens are drawn; 0 = take the likeliest"
+    )
+    top_p: float = option(1.0, "draw from the likeliest tokens, of this probability together")
+    seed: int = option(0, "of what is drawn")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "auto = cuda where there is one, cpu otherwise"
+    )
+
+    def problems(self) -> list[str]:
+        """Returns every value that makes no sense, in words."""
+        found = {
+            f"--tokens must be at least 1, got {self.tokens}": self.tokens < 1,
+            f"--temperature must be at least 0, got {self.temperature}": not self.temperature >= 0,
+            f"--top-p must be above 0 and at most 1, got {self.top_p}": not 0 < self.top_p <= 1,
+        }
+        return [words for words, is_wrong in found.items() if is_wrong]
 
 
 @dataclass(frozen=True, kw_only=True)
