@@ -181,8 +181,10 @@ def load_trained(
     """The model of a run on the CPU, with the weights of its newest or best checkpoint (adapters
     not merged), and that checkpoint. Raises ConfigError, CheckpointError and WeightsError."""
     if (checkpoint := (best_checkpoint if best else latest_checkpoint)(run / CHECKPOINTS)) is None:
-        which = "checkpoint that is called the best" if best else "checkpoint to export"
-        raise CheckpointError(f"{run / CHECKPOINTS}: there is no {which}")
+        raise CheckpointError(
+            f"{run / CHECKPOINTS}: there is no checkpoint "
+            + ("that is called the best" if best else "to export")
+        )
     _, state = load_state(checkpoint)
     alone = replace(
         config, run=replace(config.run, resume=True), parallel=ParallelConfig()
@@ -191,8 +193,11 @@ def load_trained(
     chunks = ModelChunks([model], adapters_only=config.lora.enabled)
     if config.lora.enabled:
         check_base(checkpoint, state, base_fingerprints(chunks))
-    tensors = {f"model.{name}": value for name, value in chunks.stored().items()}
-    load_tensors(checkpoint, tensors, optional=("optimizer.", "random."))
+    load_tensors(
+        checkpoint,
+        {f"model.{name}": value for name, value in chunks.stored().items()},
+        optional=("optimizer.", "random."),
+    )
     return model, checkpoint
 
 
@@ -329,8 +334,7 @@ def run_chat(asked: ChatArguments) -> int:
         choose_device(asked.device),
     )
     tokenizer = build_tokenizer(config.data)
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    logging.disable_progress_bar()
+    importlib.import_module("transformers.utils.logging").disable_progress_bar()
     with phases_of_command() as phases, tempfile.TemporaryDirectory() as folder:
         export(asked.run, Path(folder) / "weights", best=asked.best, phases=phases)
         with phases.during(f"loading the weights on {device}"):

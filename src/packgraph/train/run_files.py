@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,19 @@ def checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def once(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON or YAML. Raises ValueError for a name that is there twice."""
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} is there twice")
+    return dict(named)
+
+
 def parse_json(text: str) -> Any:
-    """The value in `text`. Raises ValueError, also for what is nested too deeply."""
+    """The value in `text`. Raises ValueError, also for what is nested too deeply, and for a name
+    that is twice in an object."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -80,8 +80,8 @@ def test_recipes_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_yaml_is_read_as_toml_is(place: Path) -> None:
-    lines = ['preset: "hf"', "hf: {path: model}", "data: {path: chats.jsonl, source: jsonl}"]
-    lines += [
+    lines = [
+        *('preset: "hf"', "hf: {path: model}", "data: {path: chats.jsonl, source: jsonl}"),
         "optimizer: {learning_rate: 2e-4}",
         "graph: {capacities: [64x8]}",
         "lora:",
@@ -92,9 +92,10 @@ def test_yaml_is_read_as_toml_is(place: Path) -> None:
     assert not isinstance(asked, int)
     config = asked.arguments[0].read()[0]
     assert (config.optimizer.learning_rate, config.lora.rank) == (2e-4, 4)
-    Path("run.yaml").write_text("preset: hf\npreset: qwen3-tiny\n")
-    with pytest.raises(ConfigError, match="preset is there twice"):
-        load_file(Path("run.yaml"))
+    for name, text in ("run.yaml", "{a: 1, a: 2}"), ("run.json", '{"run": {"a": 1, "a": 2}}'):
+        Path(name).write_text(text)
+        with pytest.raises(ConfigError, match="a is there twice"):
+            load_file(Path(name))
     Path("run.yaml").write_text("preset: [hf\n")
     with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML: while parsing"):
         load_file(Path("run.yaml"))

@@ -35,7 +35,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity, in_short
-from packgraph.train.run_files import CHECKSUM, parse_json
+from packgraph.train.run_files import CHECKSUM, once, parse_json
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -581,9 +581,7 @@ def _parse_yaml(text: str) -> Any:
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
             """The values of a mapping by name."""
-            names = [key.value for key, _ in node.value]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"{twice[0]} is there twice")
+            once([(str(key.value), value) for key, value in node.value])
             found = super().construct_mapping(node, deep)
             return {str(name): value for name, value in found.items()}
 
