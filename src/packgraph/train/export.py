@@ -17,16 +17,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
@@ -253,32 +251,6 @@ def _special_ids(source: Path) -> dict[str, int]:
     return found
 
 
-class Typed:
-    """An answer that is shown as it is made: what `generate` of transformers calls a streamer."""
-
-    def __init__(self, tokenizer: Tokenizer, show: Callable[[str], None]) -> None:
-        """show: gets the text piece by piece."""
-        self._tokenizer, self._show = tokenizer, show
-        self._ids, self._shown = list[int](), -1  # of the text, characters; -1 = the prompt comes
-
-    def put(self, ids: Tensor) -> None:
-        """The prompt comes first, [1, length], then token by token."""
-        if self._shown < 0:
-            self._shown = 0
-            return
-        self._ids += ids.flatten().tolist()
-        text = self._tokenizer.decode(self._ids)
-        if not text.endswith("\ufffd"):  # a character is not there as a whole
-            self._show(text[self._shown :])
-            self._shown = len(text)
-        if text.endswith("\n"):  # what follows is read by itself
-            self._ids, self._shown = [], 0
-
-    def end(self) -> None:
-        """The answer is there as a whole."""
-        self._show(self._tokenizer.decode(self._ids)[max(self._shown, 0) :] + "\n")
-
-
 class Chat:
     """Answers, and remembers the turns."""
 
@@ -291,8 +263,8 @@ class Chat:
             self._drawing |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": 0}
 
     @torch.no_grad()
-    def answer(self, prompt: str, show: Callable[[str], None] | None = None) -> str:
-        """Returns the model's answer to `prompt`. show: gets it in pieces, and the line's end."""
+    def answer(self, prompt: str, streamer: Any = None) -> str:
+        """Returns the model's answer to `prompt`. streamer: of transformers; gets it in pieces."""
         if self._asked.text:
             ids = self._tokenizer.start(prompt)
         else:
@@ -305,7 +277,7 @@ class Chat:
             max_new_tokens=self._asked.tokens,
             eos_token_id=list(self._tokenizer.ends) or None,
             pad_token_id=(self._tokenizer.ends or (0,))[0],
-            streamer=None if show is None else Typed(self._tokenizer, show),
+            streamer=streamer,
             **self._drawing,
         )
         text = self._tokenizer.decode(found[0, len(ids) :].tolist())
@@ -342,8 +314,11 @@ def run_chat(asked: ChatArguments) -> int:
                 Path(folder) / "weights", local_files_only=True, dtype="auto"
             ).to(device)
     torch.manual_seed(asked.seed)
-    chat, show = Chat(model, tokenizer, asked), partial(print, end="", flush=True)
+    chat, streamer = (
+        Chat(model, tokenizer, asked),
+        library.TextStreamer(tokenizer, skip_prompt=True),
+    )
     for line in sys.stdin if asked.prompt is None else [asked.prompt]:
         if asked.prompt is not None or line.strip():
-            chat.answer(line.rstrip("\n"), show)
+            chat.answer(line.rstrip("\n"), streamer)
     return 0

@@ -71,6 +71,19 @@ def test_the_same_value_once_more_is_no_change(case):
     assert is_told(graphed, 7)
 
 
+@pytest.mark.parametrize("case", ["an equal list", "a set of the same size"])
+def test_an_equal_container_is_watched_in_place_of_the_old_one(case):
+    make, _, again = CASES[case]
+    graphed = captured(make(), X)
+    again(graphed.module)
+    graphed(X)
+    assert not graphed.stats.recaptures
+    held = graphed.module.c
+    held.append(7.0) if isinstance(held, list) else held.add(7)
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        assert torch.equal(graphed(X), graphed.module(X))
+
+
 def test_what_no_code_names_may_change():
     graphed = captured(One(lambda m, x: m.linear(x)), X)
     watchkit.SCALE, watchkit.SETTINGS.scale, Classy.scale = 3.0, 3.0, 3.0

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer, GenerationConfig
 from tuningkit import chats, tiny_model, word_tokenizer
 
 from packgraph import cli
-from packgraph.train.data import DataConfig, build_tokenizer
-from packgraph.train.export import Typed
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sft.toml"
 TEMPLATE = (
@@ -51,18 +48,6 @@ def test_a_model_learns_to_answer_by_the_example(
     assert generation.eos_token_id == ends
     assert generation.temperature == 0.5, "as beside the model"
     assert generation.pad_token_id == tokenizer.convert_tokens_to_ids("<pad>")
-
-
-@pytest.mark.parametrize("text", ["two\nlines of an é and a 😀", "ends with one\n", ""])
-def test_an_answer_is_shown_piece_by_piece(text: str) -> None:
-    tokenizer, pieces = build_tokenizer(DataConfig(tokenizer="bytes")), list[str]()
-    shown = Typed(tokenizer, pieces.append)
-    shown.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for byte in text.encode():
-        shown.put(torch.tensor([byte]))
-    shown.end()
-    assert "".join(pieces) == text + "\n"
-    assert all("\ufffd" not in piece for piece in pieces) and len(pieces) >= len(text)
 
 
 @pytest.fixture
