@@ -502,7 +502,7 @@ STATEMENTS = {
     "torch_internals": 70,
     "__init__": 45,
     "packing": 1054,
-    "graphs": 7441,
+    "graphs": 7425,
     "ops": 2057,
     "mamba": 1257,
     "moe": 1603,

@@ -106,10 +106,8 @@ class Operation(NamedTuple):
         that."""
         if not self.undeclared:
             return []
-        arguments = schema_of(self.function).arguments
-        given = {
-            argument.name: value for argument, value in zip(arguments, args, strict=False)
-        } | kwargs
+        names = [argument.name for argument in schema_of(self.function).arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         means = (
             [given.get("running_mean"), given.get("running_var")]
             if given.get("training", True)
@@ -124,9 +122,7 @@ _OPERATIONS: dict[int, Operation] = {}  # by identity: torch hashes operations i
 def operation_of(function: Any) -> Operation | None:
     """The facts about what a dispatch mode is given; None for a higher-order operator."""
     found = _OPERATIONS.get(id(function))
-    if found is None:
-        if isinstance(function, HigherOrderOperator):
-            return None
+    if found is None and not isinstance(function, HigherOrderOperator):
         found = _facts(function)
         if isinstance(function, OpOverload):  # compiled code comes and goes
             _OPERATIONS[id(function)] = found
@@ -206,13 +202,4 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def storages(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     """The tensors among `values` by storage; without those that have none."""
-    found: dict[int, torch.Tensor] = {}
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN_VALUES:
-            continue
-        if (kind in PLAIN_TENSORS or isinstance(value, torch.Tensor)) and (
-            value.layout is torch.strided
-        ):
-            found[storage_id(value)] = value
-    return found
+    return {storage_id(one): one for one in tensors_of(values) if one.layout is torch.strided}

@@ -234,15 +234,14 @@ class Draws:
     @contextlib.contextmanager
     def _moving(self, states: Sequence[_State | None]) -> Iterator[None]:
         """The capture itself may move these generators in the block."""
-        for state in states:
-            if state is not None:
-                state.look()
+        there = [state for state in states if state is not None]
+        for state in there:
+            state.look()
         try:
             yield
         finally:
-            for state in states:
-                if state is not None:
-                    state.note()
+            for state in there:
+                state.note()
 
     def moving(self) -> contextlib.AbstractContextManager[None]:
         """The capture itself moves whatever generators it likes in the block."""
@@ -420,8 +419,7 @@ def _taking_generator(function: Any) -> Any:
     """The operation itself if it takes a generator, or its overload that does; None if there is
     none."""
     if function not in _TAKING:
-        names = _names(function)
-        packet = function.overloadpacket
+        names, packet = _names(function), function.overloadpacket
         overloads = [getattr(packet, name) for name in packet.overloads()]
         _TAKING[function] = (
             function

@@ -38,18 +38,14 @@ def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
         )
     hooks = module_hooks(module)
     if hooks is not None:
+        # Those of transformers and its kin, when it is not the one that is known.
         remedy = (
-            "remove the hooks, or do their work in forward; hooks on outputs and parameters are "
-            "fine"
+            "call disable_input_require_grads() of the model: checkpoints need no such hook with "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            if "require_grad" in hooks
+            else "remove the hooks, or do their work in forward; hooks on outputs and parameters "
+            "are fine"
         )
-        if (
-            "require_grad" in hooks
-        ):  # of transformers and its kin, when it is not the one that is known
-            remedy = (
-                "call disable_input_require_grads() of the model: checkpoints need no such hook "
-                "with "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
         return Unsupported(
             "module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy
         )
@@ -84,12 +80,9 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
         kinds = (*kinds, FSDPModule, FullyShardedDataParallel)
-    for child in module.modules():
-        for kind in kinds:
-            if isinstance(child, kind):
-                return kind.__name__
+    found = (k.__name__ for child in module.modules() for k in kinds if isinstance(child, k))
     # One around the module may be calling it.
-    return None if ddp_module() is None else "DistributedDataParallel"
+    return next(found, None if ddp_module() is None else DistributedDataParallel.__name__)
 
 
 _PLACING = "torch.distributed.tensor."
