@@ -41,7 +41,7 @@ from torch._dynamo.utils import counters
 
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.graphed import control, forward_backward, graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Stage, State, compile_units_of, run_stages
 from packgraph.models.branches import head_sizes
@@ -361,7 +361,7 @@ class Graphed(Way):
     def run(self, batch: PackedBatch) -> Tensor:
         arguments, incoming = self.work.arguments(batch), self.work.incoming(batch)
         if incoming is None:
-            return forward_backward(self.graphed, *arguments)
+            return self.graphed.forward_backward(*arguments)
         handle = self.graphed.acquire(arguments, {})
         if isinstance(handle, ReplayHandle) and handle.is_direct:
             out = handle.forward(arguments, {})

@@ -24,7 +24,6 @@ from bench_step import StepArguments, StepComparison
 import packgraph
 from packgraph.bench.comparison import Deadline
 from packgraph.graphs.cuda.backend import CudaGraph
-from packgraph.graphs.graphed import forward_backward
 from packgraph.packing.batch import PackedBatch
 
 LIVE: dict[str, Any] = {
@@ -99,10 +98,10 @@ def of_live_model(tokens: list[int], calls: int, profiled: bool, watch: Watch) -
         print("by autograd:", end=" ")
         report(lambda batch: graphed(batch).backward(), batches, profiled, watch)
         print("forward_backward:", end=" ")
-        report(lambda batch: forward_backward(graphed, batch), batches, False, watch)
+        report(lambda batch: graphed.forward_backward(batch), batches, False, watch)
         print("in a frozen step:", end=" ")
         with packgraph.control(graphed).frozen():
-            report(lambda batch: forward_backward(graphed, batch), batches, False, watch)
+            report(lambda batch: graphed.forward_backward(batch), batches, False, watch)
 
 
 def report(

@@ -502,7 +502,7 @@ STATEMENTS = {
     "torch_internals": 70,
     "__init__": 45,
     "packing": 1054,
-    "graphs": 7425,
+    "graphs": 7426,
     "ops": 2057,
     "mamba": 1257,
     "moe": 1603,
@@ -510,14 +510,14 @@ STATEMENTS = {
     "parallel": 3377,
     "models": 1823,
     "viz": 337,
-    "integrations": 1608,
+    "integrations": 1609,
     "train": 9115,
     "verification": 842,
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45086,
-    "benchmarks": 5399,
+    "tests": 45110,
+    "benchmarks": 5398,
 }
 SLACK = 40  # statements that a budget may lie above what there is
 

@@ -12,7 +12,7 @@ from distkit import run_ranks
 from trainkit import close, equal, finished, tiny
 
 from packgraph.graphs import agreement
-from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
@@ -274,8 +274,8 @@ def rows_that_cannot_be_cut(mesh):
         call(crowded)
     # without autograd nobody makes a first state
     with pytest.raises(ValueError, match="from document 2"):
-        forward_backward(call, crowded)
-    assert not forward_backward(call, PackedBatch.build([[1, 2]] * 2, Capacity(8, 3))).isnan(), (
+        call.forward_backward(crowded)
+    assert not call.forward_backward(PackedBatch.build([[1, 2]] * 2, Capacity(8, 3))).isnan(), (
         "its slot is free again"
     )
     call.close()

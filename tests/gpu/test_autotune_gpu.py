@@ -9,8 +9,7 @@ import torch
 from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.backend import Stopwatch
-from packgraph.graphs.graphed import Control, forward_backward
-from packgraph.train import strategies
+from packgraph.graphs.graphed import Control
 from packgraph.train.autotune import FASTER, TIMED
 from packgraph.train.config.reading import render
 from packgraph.train.signals import StopRequest
@@ -70,17 +69,18 @@ def test_what_launching_costs_is_seen_though_the_device_has_little_to_do(tmp_pat
 def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
     """The replays are made slow on the device: no host time shows it."""
     timed: list[bool] = []
+    forward_backward = Control.forward_backward
 
-    def slow(graphed, *args, **options):
-        before = graphed.stats.replayed
-        loss = forward_backward(graphed, *args, **options)
-        if graphed.stats.replayed > before:
+    def slow(own, *args, **options):
+        before = own.stats.replayed
+        loss = forward_backward(own, *args, **options)
+        if own.stats.replayed > before:
             torch.cuda._sleep(40_000_000)  # cycles: about 20 ms
             timed.append(True)
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategies, "forward_backward", slow)
+        patch.setattr(Control, "forward_backward", slow)
         tuned, summary = train(tmp_path / "tuned", True)
     assert timed and {choice["way"] for choice in summary["choices"].values()} == {"eager"}
     assert summary["pool_bytes"] == 0 and summary["fallbacks"][FASTER] > 0

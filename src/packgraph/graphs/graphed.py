@@ -737,6 +737,44 @@ class Control:
             self._output_gradients.watch(key, open_objects(result))
         return result
 
+    def forward_backward(
+        self, *args: Any, before: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Calls the module and runs the backward of the loss that it returns.
+
+        Gradients are added to `.grad` as by `graphed(*args, **kwargs).backward()`, bit by bit. A
+        replay takes less host time: autograd, which visits every parameter, has nothing to do.
+
+        Args:
+            *args: Of the call, whose only output is a loss of one element.
+            before: Called with the loss between forward and backward; it sees an autograd graph.
+            **kwargs: Of the call.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            TypeError: If the module returns something else than a tensor.
+            RuntimeError: If the loss has more elements than one, or needs no gradient.
+        """
+        handle = self.acquire(args, kwargs) if before is None else None
+        if isinstance(handle, ReplayHandle) and handle.makes_one_number:
+            loss = handle.forward(args, kwargs)
+            handle.backward()
+            return loss.clone()  # from the slot's memory, which the next call writes to
+        if isinstance(handle, ReplayHandle):
+            loss = handle.run(args, kwargs)
+        else:
+            loss = self(*args, **kwargs) if handle is None else self.fall_back(handle, args, kwargs)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"forward_backward wants a module that returns a loss, not {described(loss)}"
+            )
+        if before is not None:
+            before(loss)
+        loss.backward()
+        return loss.detach()
+
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
@@ -804,28 +842,3 @@ def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     """A method of an object that this does not keep alive; False when it is gone."""
     held = weakref.WeakMethod(method)
     return lambda: (found := held()) is not None and found()
-
-
-def forward_backward(
-    graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
-) -> torch.Tensor:
-    """Call `graphed` on `args` and differentiate its only output, a 0-d loss. Gradients are added
-    to `.grad`.
-
-    before: called with the loss before its backward; it sees an autograd graph. Returns the loss,
-    detached; it may be memory of the slot, so it holds its value only until the next call.
-    """
-    own = control(graphed)
-    handle = own.acquire(args, {}) if before is None else None
-    if isinstance(handle, ReplayHandle) and handle.makes_one_number:
-        loss = handle.forward(args, {})
-        handle.backward()
-        return loss
-    if isinstance(handle, ReplayHandle):
-        loss = handle.run(args, {})
-    else:
-        loss = graphed(*args) if handle is None else own.fall_back(handle, args, {})
-    if before is not None:
-        before(loss)
-    loss.backward()
-    return loss.detach()

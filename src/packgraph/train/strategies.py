@@ -40,7 +40,7 @@ from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.backend import profiler_range, synchronize
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
-from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
+from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.graphs.key import undeclared
 from packgraph.graphs.stages import Staged, in_scope
 from packgraph.graphs.step import GraphedStep
@@ -529,8 +529,8 @@ class MicrobatchExecutor(Executor):
                 before = before_last if number == len(batches) - 1 else None
                 around = contextlib.nullcontext() if tuned is None else tuned.microbatch(batch)
                 with around, profiler_range("microbatch", number, batch.capacity):
-                    total += forward_backward(
-                        graphed, batch.to(self._device), tokens_in_step, before=before
+                    total += control(graphed).forward_backward(
+                        batch.to(self._device), tokens_in_step, before=before
                     )
         return total
 

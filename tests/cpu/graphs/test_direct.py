@@ -10,7 +10,7 @@ from graphkit import Stages
 from statekit import One
 from torch import nn
 
-from packgraph.graphs.graphed import control, forward_backward, graph
+from packgraph.graphs.graphed import Control, control, graph
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Stage
 
@@ -223,7 +223,7 @@ def test_forward_and_backward_in_one_go_equal_eager_bitwise(options, looks):
         for tokens in (4, 6, 4, 4, 6):
             args = torch.randn(tokens, WIDTH), torch.rand(())
             if graphs:
-                loss = forward_backward(graphed, *args, before=seen.append if looks else None)
+                loss = graphed.forward_backward(*args, before=seen.append if looks else None)
             else:
                 loss = module(*args)
                 loss.backward()
@@ -240,14 +240,14 @@ def test_forward_and_backward_in_one_go_equal_eager_bitwise(options, looks):
 def test_a_fallback_in_one_go_is_counted_once():
     graphed = graph(Scored(), warmup=1)
     for _ in range(3):
-        forward_backward(graphed, torch.randn(4, WIDTH), torch.rand(()))
+        graphed.forward_backward(torch.randn(4, WIDTH), torch.rand(()))
     assert dict(graphed.stats.fallbacks) == {"warm-up": 1} and graphed.stats.replayed == 2
 
 
 def test_more_than_one_number_is_refused_as_autograd_does():
     graphed = graph(make_chain(), warmup=0)
     with pytest.raises(RuntimeError, match="scalar"):
-        forward_backward(graphed, torch.randn(4, WIDTH), torch.ones(()))
+        graphed.forward_backward(torch.randn(4, WIDTH), torch.ones(()))
 
 
 def test_a_tensor_given_twice_at_capture_may_be_two_tensors_later():
@@ -267,14 +267,16 @@ def test_a_tensor_given_twice_at_capture_may_be_two_tensors_later():
     graphed.load_state_dict(twin.state_dict())
     assert all(
         torch.equal(a, b)
-        for a, b in zip(run(graphed, forward_backward), run(twin, eager), strict=True)
+        for a, b in zip(
+            run(control(graphed), Control.forward_backward), run(twin, eager), strict=True
+        )
     )
 
 
 def test_static_inputs_collect_no_history_of_autograd():
     graphed = graph(One(lambda m, x: m.linear(x.detach()).mean()), warmup=0)
     for _ in range(2):
-        forward_backward(graphed, torch.randn(4, 4, requires_grad=True))
+        graphed.forward_backward(torch.randn(4, 4, requires_grad=True))
     (variant,) = graphed.slots.all[0].variants.values()
     assert variant.direct is not None
     assert not any(entry.buffer.requires_grad for entry in variant.regions[0].inputs)
@@ -331,3 +333,34 @@ def test_a_lent_gradient_outlives_the_backwards_that_follow(slots, length):
             handle.input_gradient(1), y.grad
         )
         handle.lease.release()
+
+
+class Loss(nn.Module):
+    def __init__(self, outputs=1):
+        super().__init__()
+        self.linear, self.outputs = nn.Linear(WIDTH, WIDTH), outputs
+
+    def forward(self, x, *, scale):
+        loss = (self.linear(x) * scale).square().sum()
+        return loss if self.outputs == 1 else (loss,) * self.outputs
+
+
+def test_losses_of_forward_backward_stay_what_they_were():
+    module = Loss()
+    graphed = graph(module, warmup=1, slots=1, strict=True)
+    draws = [torch.randn(4, WIDTH) for _ in range(6)]
+    losses = [graphed.forward_backward(x, scale=torch.tensor(2.0)) for x in draws]
+    assert losses == [module(x, scale=torch.tensor(2.0)) for x in draws]
+    assert graphed.stats.replayed == 5 and not any(loss.requires_grad for loss in losses)
+    sums, module.linear.weight.grad = module.linear.weight.grad, None
+    for x in draws:
+        module(x, scale=torch.tensor(2.0)).backward()
+    assert torch.equal(sums, module.linear.weight.grad)
+
+
+def test_forward_backward_wants_one_loss():
+    x, scale = torch.ones(4, WIDTH), torch.ones(())
+    with pytest.raises(TypeError, match="returns a loss, not an object of type tuple"):
+        graph(Loss(2)).forward_backward(x, scale=scale)
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        graph(nn.Linear(WIDTH, WIDTH)).forward_backward(x)

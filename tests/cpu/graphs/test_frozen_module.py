@@ -7,7 +7,7 @@ from torch import nn
 
 from packgraph.graphs import capture
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.guards import Guards
 from packgraph.graphs.stages import Stage
 
@@ -27,14 +27,14 @@ def prepared():
     """A graphed module that has its graphs, and a call's argument."""
     torch.manual_seed(0)
     graphed, x = graph(Scored(), warmup=0), torch.randn(3, 4)
-    forward_backward(graphed, x)
+    graphed.forward_backward(x)
     return graphed, x
 
 
 def test_evaluation_is_seen():
     graphed, x = prepared()
     with graphed.frozen():
-        forward_backward(graphed, x)
+        graphed.forward_backward(x)
         graphed.eval()
         graphed.linear.weight.requires_grad_(False)  # what is promised holds for one mode
         graphed(x).backward()
@@ -47,7 +47,7 @@ def test_evaluation_is_seen():
 def test_closing_is_seen():
     graphed, x = prepared()
     with graphed.frozen():
-        forward_backward(graphed, x)
+        graphed.forward_backward(x)
         graphed.close()
         graphed(x)
     assert dict(graphed.stats.fallbacks) == {"closed": 1} and not graphed.slots.all
@@ -56,7 +56,7 @@ def test_closing_is_seen():
 def test_autocast_is_seen():
     graphed, x = prepared()
     with graphed.frozen():
-        forward_backward(graphed, x)
+        graphed.forward_backward(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(graphed(x), graphed.module(x))
         assert torch.equal(graphed(x), graphed.module(x))
@@ -65,7 +65,7 @@ def test_autocast_is_seen():
 def test_hooks_on_saved_tensors_are_seen():
     graphed, x = prepared()
     with graphed.frozen():
-        forward_backward(graphed, x)
+        graphed.forward_backward(x)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             graphed(x)
     assert sum(graphed.stats.fallbacks.values()) == 1
@@ -100,22 +100,20 @@ class Optional(Scored):
 def test_calls_with_constants_are_known_too(monkeypatch):
     torch.manual_seed(0)
     graphed, x = graph(Optional(), warmup=0), torch.randn(3, 4)
-    forward_backward(graphed, None, x, 2)
+    graphed.forward_backward(None, x, 2)
     for ranks in (None, 1, 3):
-        forward_backward(graphed, None, x, ranks)
+        graphed.forward_backward(None, x, ranks)
     looked, look = [], Guards.holds
     monkeypatch.setattr(Guards, "holds", lambda *about: looked.append(about) or look(*about))
     with graphed.frozen():
         for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
             expected = graphed.module(None, x, ranks)
-            assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())
+            assert torch.equal(graphed.forward_backward(None, x, ranks), expected.detach())
         captured = graphed.stats.captured
-        assert forward_backward(graphed, None, x, True).equal(
-            graphed.module(None, x, True).detach()
-        )
+        assert graphed.forward_backward(None, x, True).equal(graphed.module(None, x, True).detach())
         assert graphed.stats.captured == captured + 1, "True is not 1, nor 2"
         assert len(looked) == 4, "once, at its first call in the block"
-    forward_backward(graphed, None, x, 2)
+    graphed.forward_backward(None, x, 2)
     assert len(looked) == 5
 
 
@@ -158,5 +156,5 @@ def test_what_changes_between_blocks_is_seen(kind, change):
         with graphed.frozen():
             for _ in range(2):
                 expected = graphed.module(x)
-                assert torch.equal(forward_backward(graphed, x), expected.detach())
+                assert torch.equal(graphed.forward_backward(x), expected.detach())
     assert graphed.stats.replayed == (8 if change == "number" else 4)

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import packgraph
 from packgraph.graphs.backend import profiler_range, range_name, sizes_in_short
-from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.executor import Pipeline
@@ -65,10 +65,10 @@ def test_three_replays_are_named_with_segment_slot_and_capacity():
 @pytest.mark.parametrize("direct", [False, True])
 def test_every_segment_has_its_ranges(direct):
     graphed = graph(decoder(), warmup=0, granularity="layer")
-    forward_backward(graphed, batch(), TOKENS)
+    graphed.forward_backward(batch(), TOKENS)
     with ranges() as found:
         if direct:
-            forward_backward(graphed, batch(), TOKENS)
+            graphed.forward_backward(batch(), TOKENS)
         else:
             graphed(batch(), TOKENS).backward()
     segments = ["embed", "layer 0", "layer 1", "head 2"]

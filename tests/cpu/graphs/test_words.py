@@ -17,7 +17,7 @@ import packgraph
 from packgraph.graphs import cache, fallback
 from packgraph.graphs.agreement import alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 
 PACK = packgraph.Capacity(tokens=8, documents=3)
@@ -151,12 +151,12 @@ def test_a_failed_capture_is_told_once_and_is_an_error_at_every_call_in_strict_m
 
 def test_schedules_that_claim_for_themselves_tell_as_much_and_no_more():
     graphed = graph(One(lambda module, x: module.linear(x).sum()), capacities=PACK, warmup=0)
-    assert len(told(lambda: [forward_backward(graphed, OUTSIDE) for _ in range(3)])) == 1
+    assert len(told(lambda: [graphed.forward_backward(OUTSIDE) for _ in range(3)])) == 1
     strict = graph(
         One(lambda module, x: module.linear(x).sum()), capacities=PACK, warmup=0, strict=True
     )
     with pytest.raises(CaptureError, match="unknown shape"):
-        forward_backward(strict, OUTSIDE)
+        strict.forward_backward(OUTSIDE)
 
 
 def test_every_reason_has_an_entry_with_what_to_do():

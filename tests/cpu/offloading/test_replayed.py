@@ -9,7 +9,7 @@ from offloadkit import DENSE, config
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.copy_streams import captured_copy_streams
-from packgraph.graphs.graphed import forward_backward, graph
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import RecordedCopyStreams
 from packgraph.models.decoder import DecoderModel
@@ -95,7 +95,7 @@ def replayed(
     assert compared is (times_graphs and granularity == "chunk" and scope is None)
     with graphed.frozen():
         for _ in range(2):
-            forward_backward(graphed, batch, tokens)
+            graphed.forward_backward(batch, tokens)
     found = runtime.replayed(CopySpeed())
     graphed.close()
     return eager, found

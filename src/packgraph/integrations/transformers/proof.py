@@ -344,6 +344,7 @@ def _apart(mine: Tensor, theirs: Tensor, least: float = 1e-6, limit: float = LIM
     """Says how far values are apart, relative to the largest, where that is no rounding."""
     if mine.shape != theirs.shape:
         return f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}"
+    mine, theirs = mine.detach(), theirs.detach()
     apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=least))
     return None if apart <= limit else f"{apart:.0e} of the largest value"
 
