@@ -1,5 +1,5 @@
-"""The command `packgraph`: train, try, verify, plan, data, export, chat, presets, recipes,
-completion.
+"""The command `packgraph`: train, try, verify, plan, data, export, chat, eval, presets,
+recipes, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -203,6 +203,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "write a run's newest checkpoint as Hugging Face weights",
     ),
     "chat": ("chat RUN", "try what a run has trained"),
+    "eval": ("eval RUN", "score what a run has trained on benchmarks, by lm-eval"),
     "presets": ("presets", "list the presets"),
     "recipes": ("recipes", "list whole runs of known models: train RECIPE"),
     "completion": (

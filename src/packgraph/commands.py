@@ -31,6 +31,7 @@ from packgraph.train.config.commands import (
     CHAT_USAGE,
     COMPLETION_USAGE,
     DATA_USAGE,
+    EVAL_USAGE,
     EXPORT_USAGE,
     TRAIN_END,
     TRAIN_USAGE,
@@ -39,6 +40,7 @@ from packgraph.train.config.commands import (
     ChatArguments,
     CompletionArguments,
     DataArguments,
+    EvalArguments,
     ExportArguments,
     TrainArguments,
     TryArguments,
@@ -331,6 +333,16 @@ def read_chat(words: list[str]) -> int | Call:
     return Call("packgraph.train.export:run_chat", (asked,))
 
 
+def read_eval(words: list[str]) -> int | Call:
+    """Scores what a run has trained on benchmarks."""
+    asked = parse_arguments(words, EvalArguments()).own
+    if asked.help:
+        return _help(EVAL_USAGE, EvalArguments())
+    if not asked.tasks:
+        raise ConfigError(["which tasks? For example: --tasks hellaswag,arc_easy"])
+    return Call("packgraph.train.tasks:run_eval", (asked,))
+
+
 def read_presets(words: list[str]) -> int:
     """Lists the presets."""
     if words and words[0] not in ("-h", "--help"):
@@ -367,6 +379,7 @@ def read_completion(words: list[str]) -> int:
         "data": list(leaves(DataArguments())),
         "export": list(leaves(ExportArguments())),
         "chat": list(leaves(ChatArguments())),
+        "eval": list(leaves(EvalArguments())),
         "presets": list(leaves(CommandArguments())),
         "recipes": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),

@@ -104,6 +104,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "schedule": (["plan", "--ranks", "4"], ["--microbatches", "required"]),
     "shards": (["data", "biuld", "x"], ["ACTION", "build | check", "'biuld'"]),
     "chat": (["chat", "runs/x", "--tokens", "0"], ["--tokens must be at least 1", "got 0"]),
+    "tasks": (["eval", "runs/x"], ["which tasks?", "hellaswag"]),
     "shell": (["completion", "csh"], ["SHELL", "bash | zsh | fish", "'csh'"]),
 }
 EXPLAINED: dict[str, tuple[list[str], list[str]]] = {
@@ -115,7 +116,7 @@ EXPLAINED: dict[str, tuple[list[str], list[str]]] = {
         " ".join(words): ([*words, "--help"], ["usage: packgraph"])
         for words in (
             *(["verify"], ["plan"], ["plan", "stdlib"], ["plan", "memory"], ["data"]),
-            *(["export"], ["chat"], ["completion"]),
+            *(["export"], ["chat"], ["eval"], ["completion"]),
         )
     },
     "completion of bash": (["completion", "bash"], ["--run.steps", "plan memory"]),

@@ -511,12 +511,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1609,
-    "train": 9115,
+    "train": 9172,
     "verification": 842,
     "bench": 484,
-    "commands": 231,
+    "commands": 238,
     "cli": 121,
-    "tests": 45110,
+    "tests": 45184,
     "benchmarks": 5398,
 }
 SLACK = 40  # statements that a budget may lie above what there is

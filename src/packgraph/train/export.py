@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def export(
         except ValueError as error:
             raise WeightsError(str(error)) from error
         _copy_tokenizer(config, new)
+        _check_loads(new)
     return checkpoint
 
 
@@ -284,6 +286,29 @@ class Chat:
         if not self._asked.text:
             self._turns.append(Message("assistant", text))
         return text
+
+
+def _check_loads(folder: Path) -> None:
+    """Loads an export by transformers, without memory for its values, where that and accelerate are
+    installed. Raises WeightsError where a tensor is missing, misshapen or of nothing."""
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        return
+    library = transformers_module()
+    importlib.import_module("transformers.utils.logging").disable_progress_bar()
+    try:
+        library.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError:  # a kind of model that came later than this version
+        return
+    _, found = library.AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    if any(found.values()):
+        told = "; ".join(f"{what}: {next(iter(names))}" for what, names in found.items() if names)
+        raise WeightsError(f"transformers does not load this model as it was trained ({told})")
 
 
 def run_export(asked: ExportArguments) -> int:

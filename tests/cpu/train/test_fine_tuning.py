@@ -13,7 +13,12 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from tuningkit import VOCAB, logits, tiny_model, train, words
 
@@ -118,6 +123,35 @@ def test_all_weights_are_trained_and_exported(
     assert torch.equal(weights["model.layers.1.mlp.up_proj.weight"], trained)
     assert not torch.equal(logits(tmp_path / "out"), logits(model))
     assert cli.main(["export", str(run), str(tmp_path / "out")]) == 2, "is there already"
+
+
+@pytest.mark.parametrize("change", ["missing", "of another shape", "of nothing"])
+def test_an_export_that_transformers_does_not_load_is_none(
+    tmp_path: Path,
+    whole: Callable[..., Path],
+    change: str,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def save(model: Any, folder: Path) -> None:
+        saved(model, folder)
+        weights = load_file(folder / "model.safetensors")
+        if change != "of nothing":
+            weights.pop("model.norm.weight")
+        if change != "missing":
+            name = {"of nothing": "model.other.weight"}.get(change, "model.norm.weight")
+            weights[name] = torch.zeros(3)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    saved = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+    assert cli.main(["export", str(whole()), str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "transformers does not load this model as it was trained" in told
+    assert ("model.other" if change == "of nothing" else "model.norm.weight") in told
+    assert not (tmp_path / "out" / "config.json").exists()
+    monkeypatch.undo()
+    assert cli.main(["export", str(whole()), str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize("dora", [(), ("--lora.dora",)], ids=["lora", "dora"])

@@ -86,6 +86,16 @@ transformers, on a GPU where there is one. An answer appears as it is made; --te
 tokens at random instead of taking the likeliest. Without --prompt every line of the input is a turn
 of one chat."""
 
+EVAL_USAGE = """\
+usage: packgraph eval RUN --tasks NAME,... [--best] [--shots N] [--limit N] [--chat] ...
+
+Score what was trained on benchmarks of lm-evaluation-harness (pip install lm-eval): exports the
+newest checkpoint of a run to a temporary folder, which the harness loads by transformers.
+
+    packgraph eval runs/NAME --tasks hellaswag,arc_easy --limit 100
+
+Tasks are those of `lm-eval ls tasks`, and of YAML files in --include FOLDER."""
+
 DATA_USAGE = """\
 usage: packgraph data build FOLDER --source jsonl --path FILE [--tokenizer FILE] ...
        packgraph data check FOLDER
@@ -225,6 +235,25 @@ class ChatArguments(CommandArguments):
             f"--top-p must be above 0 and at most 1, got {self.top_p}": not 0 < self.top_p <= 1,
         }
         return [words for words, is_wrong in found.items() if is_wrong]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArguments(CommandArguments):
+    """Arguments of `packgraph eval`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    tasks: tuple[str, ...] = option((), "names of tasks, separated by commas", metavar="NAME,...")
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
+    shots: Count | None = option(None, "examples in a prompt; a task has its own number")
+    limit: Count | None = option(None, "only the first questions of a task up to this number")
+    chat: bool = option(False, "ask in the form of the model's chats")
+    include: Path | None = option(None, "folder with further tasks, as YAML", metavar="FOLDER")
+    out: Path | None = option(None, "write all results there, as JSON", metavar="FILE")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "auto = cuda where there is one, cpu otherwise"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
