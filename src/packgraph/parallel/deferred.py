@@ -128,6 +128,12 @@ def _fill(target: tuple[Tensor, Sequence[Piece]]) -> None:
     values([(offsets, piece.detach()) for offsets, piece in target[1]])
 
 
+def fill_copies(whole: Tensor, pieces: Iterable[Piece]) -> None:
+    """Fill any part of a parameter from a copy of the whole."""
+    for offsets, target in pieces:
+        target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
+
+
 def in_threads(function: Callable[[Argument], None], arguments: Iterable[Argument]) -> None:
     """Call `function` with each argument, by all cores. Errors are raised here."""
     with ThreadPoolExecutor(min(MOST_THREADS, cores())) as threads:

@@ -20,7 +20,7 @@ from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.deferred import Piece, defer, region, values_of
+from packgraph.parallel.deferred import Piece, defer, fill_copies, values_of
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
@@ -236,8 +236,7 @@ class _FromFirst:
         if dist.get_rank(self._group) == 0:
             self._values(self._name, whole)
         dist.broadcast(whole, src=dist.get_global_rank(self._group, 0), group=self._group)
-        for offsets, target in pieces:
-            target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
+        fill_copies(whole, pieces)
 
 
 class Shards:
