@@ -47,6 +47,11 @@ def token_count(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
+def step_count(tokens: Tensor | None, labels: Tensor) -> Tensor:
+    """Count that a loss is divided by, at least 1: that of the step, None = of `labels` alone."""
+    return (token_count(labels) if tokens is None else tokens).clamp(min=1)
+
+
 def check_count(tokens: object) -> None:
     """Raises TypeError unless labels of a step are counted by a tensor, or not at all: a graph
     would hold a number for good."""
