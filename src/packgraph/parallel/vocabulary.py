@@ -234,12 +234,7 @@ def _chunk(
     word: [C, 1], the target as an index into this rank's words where it is one of them. illegal:
     [C, 1], NaN where the label is no rank's word, else 0.
     """
-    _below_highest(logits, group)
-    ours, index = _own_targets(word, counted, logits.shape[1])
-    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
-    exponentials = logits.exp_()
-    sums = torch.cat((exponentials.sum(-1, keepdim=True), target_logit), dim=1)
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    (ours, index), _, exponentials, sums = _sums_of_words(logits, word, counted, group)
     total = sums[:, :1] + illegal
     target_log_probability = sums[:, 1:] - total.log()
     probabilities = exponentials.div_(total)
@@ -251,12 +246,33 @@ def _chunk(
     return -target_log_probability.masked_fill(~counted, 0.0)[:, 0], gradient
 
 
-def _below_highest(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Subtract from each row of `logits` the highest of all ranks' words, in place: [C, 1]."""
+def _sums_of_words(
+    logits: Tensor,
+    word: Tensor,
+    counted: Tensor,
+    group: dist.ProcessGroup,
+    entropy: bool = False,
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """Targets, as `_own_targets`; of all ranks' words the highest logit [C, 1]; the exponentials of
+    logits below it [C, V/tp], written over them; sums of all ranks [C, 2 or 3].
+
+    The sums are of exponentials, of the target's logit (one rank has it), and with `entropy` of
+    exponentials times logits.
+    """
     highest = logits.amax(-1, keepdim=True)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     logits.sub_(highest)
-    return highest
+    ours, index = _own_targets(word, counted, logits.shape[1])
+    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
+    exponentials = logits.exp() if entropy else logits.exp_()
+    parts = [exponentials.sum(-1, keepdim=True), target_logit]
+    if entropy:
+        certain = logits == -torch.inf  # of no such word: 0 * -inf is no number
+        weighted = exponentials.mul_(logits.masked_fill_(certain, 0.0))
+        parts.append(weighted.sum(-1, keepdim=True))
+    sums = torch.cat(parts, dim=1)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    return (ours, index), highest, exponentials, sums
 
 
 def _own_targets(word: Tensor, counted: Tensor, words: int) -> tuple[Tensor, Tensor]:
@@ -326,17 +342,7 @@ def _log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets [C], and what the backward needs to know of all words
     [3, C]. May write over `logits`."""
-    highest = _below_highest(logits, group)
-    ours, index = _own_targets(word, counted, logits.shape[1])
-    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
-    exponentials = logits.exp()
-    parts = [exponentials.sum(-1, keepdim=True), target_logit]
-    if entropy:
-        certain = logits == -torch.inf  # of no such word: 0 * -inf is no number
-        weighted = exponentials.mul_(logits.masked_fill_(certain, 0.0))
-        parts.append(weighted.sum(-1, keepdim=True))
-    sums = torch.cat(parts, dim=1)
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    _, highest, _, sums = _sums_of_words(logits, word, counted, group, entropy)
     log_sum = sums[:, 0].log()
     entropies = log_sum - sums[:, 2] / sums[:, 0] if entropy else torch.zeros_like(log_sum)
     return sums[:, 1] - log_sum, torch.stack((highest[:, 0], log_sum, entropies))
