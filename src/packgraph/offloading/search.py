@@ -181,35 +181,31 @@ def _in_step(
 
 
 class _Candidate(NamedTuple):
-    """One set of groups whose forward is judged. peak, kept: bytes. place: among all candidates."""
+    """One set of groups, and what its forward costs. peak, kept: bytes."""
 
     exposed_us: float
     peak: int
     kept: int
-    place: int
     moves: Moves
     in_flight: int
 
 
-class _Judged:
-    """All candidates of a trace and what their forwards cost."""
-
-    def __init__(
-        self, trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None, few: int
-    ) -> None:
-        may = (True,) * len(trace.groups) if movable is None else tuple(movable)
-        if len(may) != len(trace.groups):
-            raise ValueError(
-                f"the trace has {len(trace.groups)} groups, and {len(may)} are said to be "
-                "movable or not"
-            )
-        self.passes, self.all = Passes(trace, speed), candidates(trace, may, few)
-        self.forwards = self.passes.forwards(self.all.moves, self.all.in_flight)
-
-    def __getitem__(self, place: int) -> _Candidate:
-        columns = self.forwards.exposed_us, self.forwards.peak_bytes, self.forwards.kept_bytes
-        exposed, peak, kept = (column[place].item() for column in columns)
-        return _Candidate(exposed, peak, kept, place, *self.all[place])
+def _judged(passes: Passes, movable: Sequence[bool] | None, few: int) -> list[_Candidate]:
+    """All candidates of a trace; arguments are those of `plan_for_bytes`."""
+    groups = passes.trace.groups
+    may = (True,) * len(groups) if movable is None else tuple(movable)
+    if len(may) != len(groups):
+        raise ValueError(
+            f"the trace has {len(groups)} groups, and {len(may)} are said to be movable or not"
+        )
+    every = candidates(passes.trace, may, few)
+    costs = passes.forwards(every.moves, every.in_flight)
+    columns = costs.exposed_us, costs.peak_bytes, costs.kept_bytes
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        _Candidate(waited, peak, kept, *every[place])
+        for place, (waited, peak, kept) in enumerate(rows)
+    ]
 
 
 def plan_for_bytes(
@@ -225,13 +221,14 @@ def plan_for_bytes(
     movable: groups that may move, default all. few: as in `candidates`. Raises ValueError when no
     plan fits.
     """
-    judged = _Judged(trace, speed, movable, few)
-    waits = np.round(judged.forwards.exposed_us, DIGITS)
+    passes = Passes(trace, speed)
+    judged = _judged(passes, movable, few)
+    waits = np.round([one.exposed_us for one in judged], DIGITS)
     best: tuple[float, int, int, int] | None = None
     found: OffloadPlan | None = None
     # Those that wait least and move least come first: once the best beats what a forward alone
     # costs, all is said.
-    for place in np.lexsort((-judged.forwards.kept_bytes, waits)).tolist():
+    for place in np.lexsort((np.array([-one.kept for one in judged]), waits)).tolist():
         one, wait = judged[place], float(waits[place])
         moved = trace.bytes - one.kept
         if best is not None and (wait, moved) > best[:2]:
@@ -239,7 +236,7 @@ def plan_for_bytes(
         if one.peak > budget:
             continue
         most = best[0] if best is not None else float("inf")
-        backward = judged.passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
+        backward = passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
         if backward is None or backward.peak_bytes > budget:
             continue
         waited = round(one.exposed_us + backward.exposed_us, DIGITS)
@@ -273,17 +270,16 @@ def plan_for_time(
     """
     if not lost >= 0:
         raise ValueError(f"a share of time to lose must be at least 0, got {lost}")
-    judged = _Judged(trace, speed, movable, few)
+    passes = Passes(trace, speed)
     budget_us = lost if math.isinf(lost) else lost * trace.compute_us + 10.0**-DIGITS
     best: int | None = None
     found: OffloadPlan | None = None
-    for place in np.argsort(judged.forwards.peak_bytes, kind="stable").tolist():
-        one = judged[place]
+    for one in sorted(_judged(passes, movable, few), key=lambda one: one.peak):
         if best is not None and one.peak >= best:
             break
         if one.exposed_us > budget_us:
             continue
-        backward = _lowest(judged.passes, one, budget_us - one.exposed_us, best)
+        backward = _lowest(passes, one, budget_us - one.exposed_us, best)
         if backward is not None and (best is None or max(one.peak, backward.peak_bytes) < best):
             best = max(one.peak, backward.peak_bytes)
             found = OffloadPlan(one.moves, backward.reload_at, one.in_flight)

@@ -59,20 +59,12 @@ WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The place of parameter `index` in its span, in elements."""
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class GradientBucketPlan:
-    """One span. size: elements with padding, a multiple of the number of ranks."""
+    """One span. members: numbers of its parameters, and their elements of it. size: elements with
+    padding, a multiple of the number of ranks."""
 
     kind: Hashable
-    members: tuple[Placed, ...]
+    members: tuple[tuple[int, slice], ...]
     size: int
 
 
@@ -89,24 +81,25 @@ def plan_gradient_buckets(
     larger parameter has one of its own); None = never. undivided: kinds of which all parameters lie
     in one span, however many elements they have.
     """
-    open_now: dict[Hashable, list[Placed]] = {}
+    open_now: dict[Hashable, list[tuple[int, slice]]] = {}
     done: list[GradientBucketPlan] = []
     for index in reversed(range(len(sizes))):
         members = open_now.setdefault(kinds[index], [])
-        start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
+        start = _rounded(members[-1][1].stop, ALIGNMENT) if members else 0
         is_full = most is not None and start + sizes[index] > most
         if members and is_full and kinds[index] not in undivided:
             done.append(_closed(kinds[index], members, ranks))
             members, start = [], 0
             open_now[kinds[index]] = members
-        members.append(Placed(index, start, start + sizes[index]))
+        members.append((index, slice(start, start + sizes[index])))
     done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
     # A backward comes to the first parameters last.
-    return sorted(done, key=lambda span: max(-member.index for member in span.members))
+    return sorted(done, key=lambda span: max(-index for index, _ in span.members))
 
 
-def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
-    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
+def _closed(kind: Hashable, members: list[tuple[int, slice]], ranks: int) -> GradientBucketPlan:
+    size = _rounded(members[-1][1].stop, ALIGNMENT * ranks)
+    return GradientBucketPlan(kind, tuple(members), size)
 
 
 def _rounded(count: int, multiple: int) -> int:
@@ -299,7 +292,7 @@ def make_spans(
         sizes = [local_tensor(parameter).numel() for _, parameter in ours]
         of_layers = {found for found in kinds if found.layer is not None}
         plans = plan_gradient_buckets(sizes, kinds, replicas, most, of_layers)
-        of = [kinds[plan.members[0].index] for plan in plans]
+        of = [kinds[plan.members[0][0]] for plan in plans]
         # Experts of which replicas that share layers have one each are whole.
         turns = [
             each.layer if shard != "none" and within[each.copies].shard is not None else None
@@ -310,7 +303,7 @@ def make_spans(
         for plan, each, room in zip(
             plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros, sums), strict=True
         ):
-            chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
+            chosen = [(ours[index], place) for index, place in plan.members]
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)

@@ -197,9 +197,8 @@ class Layout:
         """Number of ranks that share a sharded layer, or the `experts` of a layer; the layout must
         be resolved."""
         ranks = self.shard_ranks or math.prod(axis.size for axis in self.axes if axis.own)
-        if not experts or ranks <= self.cp:
-            return ranks
-        return self.cp * max(1, ranks // (self.cp * self.ep))
+        whole_rows = self.cp * max(1, ranks // (self.cp * self.ep))
+        return whole_rows if experts and ranks > self.cp else ranks
 
     def sharing_replicas(self, *, sharded: bool) -> int:
         """Number of consecutive replicas that share experts or sharded layers; the layout must be

@@ -193,8 +193,10 @@ class ContextAssignment:
 
     def put(self, document: int, row: OpenRow) -> None:
         """Add a document to a row that has room for it."""
-        self._unshelve(row)
-        length = self.lengths[document]
+        length, shelf = self.lengths[document], self.shelves[row.size, row.first]
+        place = bisect_left(shelf, (row.room, row.number))
+        if place < len(shelf) and shelf[place] == (row.room, row.number):
+            del shelf[place]
         added = self.pair_us[row.size] * length * length + self.step_us(row)
         if len(row.documents) == row.places:
             row.places = self.request.places_for(row.places + 1)
@@ -203,7 +205,8 @@ class ContextAssignment:
         row.pairs += length * length
         self.row_of[document] = row
         self._add(row, added)
-        self._shelve(row)
+        if row.room and len(row.documents) < self.request.places[-1]:
+            insort(shelf, (row.room, row.number))
 
     def nodes(self) -> list[Node]:
         """All blocks, larger ones first."""
@@ -216,16 +219,6 @@ class ContextAssignment:
     def _add(self, row: OpenRow, microseconds: float) -> None:
         for rank in range(row.first, row.first + row.size):
             self.loads[rank] += microseconds
-
-    def _shelve(self, row: OpenRow) -> None:
-        if row.room and len(row.documents) < self.request.places[-1]:
-            insort(self.shelves[row.size, row.first], (row.room, row.number))
-
-    def _unshelve(self, row: OpenRow) -> None:
-        shelf = self.shelves[row.size, row.first]
-        place = bisect_left(shelf, (row.room, row.number))
-        if place < len(shelf) and shelf[place] == (row.room, row.number):
-            del shelf[place]
 
 
 def build(

@@ -13,6 +13,7 @@ what they are going to run.
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
 import weakref
@@ -186,7 +187,7 @@ class Pipeline:
     ) -> None:
         self.chunks, self.links = [control(chunk) for chunk in chunks], links
         self.width, self.dtype, self.device = width, dtype, device
-        self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
+        self.row_parts, self.rank_rows = row_parts, rank_rows
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.capturer.lends = True
@@ -207,20 +208,22 @@ class Pipeline:
         )
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
-        self._rows: dict[int, tuple[Op, ...]] = {}
+        ranks, rank = links.size, links.rank
+        slots = slot_counts(ranks, len(chunks), group)
+        # This rank's row for a number of microbatches.
+        self._row: Callable[[int], tuple[Op, ...]] = functools.cache(
+            lambda count: make_rows(make_schedule(ranks, len(chunks), count, group), slots)[rank]
+        )
         self._flights: dict[Place, InFlight] = {}
         self._leaving: list[deque[InFlight]] = [deque() for _ in self.chunks]
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
         self.whole: GraphedStep | None = None
-        if whole_steps:
-            self.whole = self._graphed_step(agreement or unanimous(links.control))
-            self.whole.all_agree = agreement is not None or links.connects_all
-
-    def _graphed_step(self, agreement: Agreement) -> GraphedStep:
+        if not whole_steps:
+            return
         this = weakref.proxy(self)  # which has the step: else a cycle, with all chunks in it
-        made = GraphedStep(
+        self.whole = GraphedStep(
             [chunk.module for chunk in self.chunks],
             lambda *arguments, is_dry_run: this.run_plainly(*arguments, is_dry_run=is_dry_run),
             self.chunks[0].capture_backend,
@@ -229,8 +232,8 @@ class Pipeline:
             copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
             finish=lambda loss: this.finish(loss),
         )
-        made.agreement = agreement
-        return made
+        self.whole.agreement = agreement or unanimous(links.control)
+        self.whole.all_agree = agreement is not None or links.connects_all
 
     @property
     def step_stats(self) -> Stats | None:
@@ -500,15 +503,6 @@ class Pipeline:
             for batch in batches:
                 module.begin(*self._arguments(stage, batch, tokens))
 
-    def _row(self, microbatches: int) -> tuple[Op, ...]:
-        if microbatches not in self._rows:
-            ranks, chunks = self.links.size, len(self.chunks)
-            schedule = make_schedule(ranks, chunks, microbatches, self.group)
-            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[
-                self.links.rank
-            ]
-        return self._rows[microbatches]
-
     def _stage(self, chunk: int) -> int:
         return chunk * self.links.size + self.links.rank
 
@@ -533,9 +527,8 @@ class Pipeline:
         self, stage: int, batch: PackedBatch, tokens: torch.Tensor
     ) -> tuple[object, ...]:
         """A call's arguments, with a stand-in for received activations."""
-        if stage == 0:
-            return batch, tokens
-        return batch, tokens, self._like(batch).detach().requires_grad_()
+        hidden = () if stage == 0 else (self._like(batch).detach().requires_grad_(),)
+        return batch, tokens, *hidden
 
     def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> InFlight:
         """A flight with its slot, for which older flights have to leave if all slots are in use."""
