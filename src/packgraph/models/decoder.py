@@ -230,6 +230,5 @@ class ModelChunks:
         }
         found = {name: value for name, value in self.state_dict().items() if name not in again}
         found = stored(found, self.named_parameters()) | dict(kept or {})
-        if self.adapters_only:
-            return {name: found[name] for name, value in named.items() if value.requires_grad}
-        return found
+        trained = [name for name, value in named.items() if value.requires_grad]
+        return {name: found[name] for name in trained} if self.adapters_only else found

@@ -23,7 +23,6 @@ that stays the loss of the next token.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from packgraph.graphs.parameters import is_sharded
 from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
-from packgraph.models.branches import head_sizes, rotary_width
+from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import RotaryEmbedding
 from packgraph.models.layers.mlp import RMSNorm
@@ -85,9 +84,9 @@ class DecoderStack(SharedRows, nn.Module):
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp_sums = LossSums(config.mtp_layers) if predicts else None
-        self.rotary = RotaryEmbedding(
-            rotary_width(config), config.rope_theta, config.latent.scaling
-        )
+        latent = config.latent
+        turned = latent.rope_dim if latent.enabled else round(config.rotary_share * config.head_dim)
+        self.rotary = RotaryEmbedding(turned, config.rope_theta, latent.scaling)
         reads = {entry for layer in layers.values() for entry in getattr(layer, "reads", ())}
         self.attends, self.scans = "attention" in reads, "documents" in reads
 
@@ -310,5 +309,4 @@ class DecoderStack(SharedRows, nn.Module):
         return choose_backend(device, dtype, *head_sizes(self.config))
 
     def extra_repr(self) -> str:
-        fields: dict[str, Any] = vars(self.config)
-        return ", ".join(f"{name}={value}" for name, value in fields.items())
+        return ", ".join(f"{name}={value}" for name, value in vars(self.config).items())

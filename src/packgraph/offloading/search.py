@@ -43,7 +43,6 @@ forward; here it keeps those that are needed first, which are the harder ones to
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -67,31 +66,17 @@ NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 DIGITS = 6  # of a microsecond, below which waits are equal
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Sets of groups, each with a bound. moves: bool [C, groups]. in_flight: int64 [C]."""
-
-    moves: np.ndarray
-    in_flight: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.in_flight)
-
-    def __getitem__(self, place: int) -> tuple[tuple[bool, ...], int]:
-        return tuple(self.moves[place].tolist()), int(self.in_flight[place])
-
-
-def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> Candidates:
-    """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see
-    FEW."""
+def candidates(
+    trace: OffloadTrace, movable: Sequence[bool], few: int = FEW
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sets to choose from, bool [C, groups], and for each a bound of copies in flight, int64 [C]:
+    every pair once, nothing at all first. movable: groups that may move. few: see FEW."""
     # Nothing is gained by moving nothing.
     movable = [may and group.bytes > 0 for group, may in zip(trace.groups, movable)]
     if sum(movable) <= few:
         found = list(_subsets(movable))
-        return Candidates(
-            np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
-            np.array([in_flight for _, in_flight in found]),
-        )
+        sets = np.array([moves for moves, _ in found], dtype=bool)
+        return sets.reshape(len(found), len(movable)), np.array([bound for _, bound in found])
     tails = list(_tails(trace, movable))
     bounds = (0, *IN_FLIGHT)
     moves = [np.repeat(np.array([[False] * len(movable), *tails]), len(bounds), axis=0)]
@@ -116,7 +101,7 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
     every, bound = np.concatenate(moves), np.concatenate(in_flight)
     keys = np.concatenate([np.packbits(every, axis=1), bound[:, None].astype(np.uint8)], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
-    return Candidates(every[first], bound[first])
+    return every[first], bound[first]
 
 
 def _few_large(sizes: np.ndarray) -> np.ndarray:
@@ -186,8 +171,8 @@ class _Candidate(NamedTuple):
     exposed_us: float
     peak: int
     kept: int
-    moves: Moves
     in_flight: int
+    moves: Moves
 
 
 def _judged(passes: Passes, movable: Sequence[bool] | None, few: int) -> list[_Candidate]:
@@ -198,14 +183,11 @@ def _judged(passes: Passes, movable: Sequence[bool] | None, few: int) -> list[_C
         raise ValueError(
             f"the trace has {len(groups)} groups, and {len(may)} are said to be movable or not"
         )
-    every = candidates(passes.trace, may, few)
-    costs = passes.forwards(every.moves, every.in_flight)
-    columns = costs.exposed_us, costs.peak_bytes, costs.kept_bytes
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [
-        _Candidate(waited, peak, kept, *every[place])
-        for place, (waited, peak, kept) in enumerate(rows)
-    ]
+    moves, in_flight = candidates(passes.trace, may, few)
+    costs = passes.forwards(moves, in_flight)
+    columns = (costs.exposed_us, costs.peak_bytes, costs.kept_bytes, in_flight)
+    rows = zip(*(column.tolist() for column in columns), map(tuple, moves.tolist()), strict=True)
+    return list(map(_Candidate._make, rows))
 
 
 def plan_for_bytes(

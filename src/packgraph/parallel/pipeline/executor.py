@@ -159,13 +159,12 @@ class Pipeline:
     hidden [T, width]) in the others; returns hidden states, or the loss in the last stage. width,
     dtype: of the hidden states. row_parts: ranks that share the rows of the hidden states (context
     parallel, and tensor parallel with sequence); each has T // row_parts of them. rank_rows: how
-    many each has of any row, where the ranks that share it change. group: microbatch group size of
-    the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and
-    receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
-    that does not fit into the bank, or cannot be captured on every rank, runs by the chunks'
-    graphs, counted in `step_stats`. updates: those graphs hold the update of the weights, too, and
-    are those of `update_step`. agreement: of all ranks that replay a whole step together, None =
-    the ranks of this pipeline.
+    many each has of any row, where the ranks that share it change. whole_steps: capture the rank's
+    whole schedule, with its sends and receives, as one graph per combination of microbatch shapes
+    (granularity `step`); a combination that does not fit into the bank, or cannot be captured on
+    every rank, runs by the chunks' graphs, counted in `step_stats`. updates: those graphs hold the
+    update of the weights, too, and are those of `update_step`. agreement: of all ranks that replay
+    a whole step together, None = the ranks of this pipeline.
 
     Attributes:
         whole: Graphs of whole steps; None where there are none.
@@ -178,7 +177,6 @@ class Pipeline:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        group: int | None = None,
         whole_steps: bool = False,
         row_parts: int = 1,
         rank_rows: int | None = None,
@@ -209,10 +207,10 @@ class Pipeline:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
         ranks, rank = links.size, links.rank
-        slots = slot_counts(ranks, len(chunks), group)
+        slots = slot_counts(ranks, len(chunks))
         # This rank's row for a number of microbatches.
         self._row: Callable[[int], tuple[Op, ...]] = functools.cache(
-            lambda count: make_rows(make_schedule(ranks, len(chunks), count, group), slots)[rank]
+            lambda count: make_rows(make_schedule(ranks, len(chunks), count), slots)[rank]
         )
         self._flights: dict[Place, InFlight] = {}
         self._leaving: list[deque[InFlight]] = [deque() for _ in self.chunks]
