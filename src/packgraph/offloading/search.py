@@ -187,7 +187,7 @@ def _judged(passes: Passes, movable: Sequence[bool] | None, few: int) -> list[_C
     costs = passes.forwards(moves, in_flight)
     columns = (costs.exposed_us, costs.peak_bytes, costs.kept_bytes, in_flight)
     rows = zip(*(column.tolist() for column in columns), map(tuple, moves.tolist()), strict=True)
-    return list(map(_Candidate._make, rows))
+    return [_Candidate(*row) for row in rows]
 
 
 def plan_for_bytes(

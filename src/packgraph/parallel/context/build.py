@@ -163,8 +163,7 @@ class ContextAssignment:
         self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]
     ) -> None:
         self.lengths, self.request, self.chain = lengths, request, tuple(chain)
-        self.rows: dict[int, OpenRow] = {}
-        self._opened = 0
+        self.rows: list[OpenRow] = []
         self.loads = [0.0] * request.world
         self.used = [0] * request.world
         self.row_of: dict[int, OpenRow] = {}
@@ -176,9 +175,9 @@ class ContextAssignment:
 
     def open(self, size: int, first: int) -> OpenRow:
         """A new empty row on the block of `size` ranks from `first`."""
-        row = OpenRow(self._opened, size, first, size * self.request.tokens, self.request.places[0])
-        self.rows[row.number] = row
-        self._opened += 1
+        room, places = size * self.request.tokens, self.request.places[0]
+        row = OpenRow(len(self.rows), size, first, room, places)
+        self.rows.append(row)
         for rank in range(first, first + size):
             self.used[rank] += 1
         self._add(row, self.empty_us[size])
@@ -208,14 +207,6 @@ class ContextAssignment:
         if row.room and len(row.documents) < self.request.places[-1]:
             insort(shelf, (row.room, row.number))
 
-    def nodes(self) -> list[Node]:
-        """All blocks, larger ones first."""
-        return [
-            (size, first)
-            for size in reversed(self.chain)
-            for first in range(0, self.request.world, size)
-        ]
-
     def _add(self, row: OpenRow, microseconds: float) -> None:
         for rank in range(row.first, row.first + row.size):
             self.loads[rank] += microseconds
@@ -236,7 +227,13 @@ def build(
 def fill(assignment: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Add documents, in this order, to rows that there are; returns those that no row has room
     for."""
-    nodes, left = assignment.nodes(), []
+    # All blocks, larger ones first.
+    nodes = [
+        (size, first)
+        for size in reversed(assignment.chain)
+        for first in range(0, assignment.request.world, size)
+    ]
+    left = []
     for document in documents:
         row = _earliest(assignment, assignment.lengths[document], nodes)
         if row is None:

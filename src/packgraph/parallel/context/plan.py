@@ -350,7 +350,7 @@ def _microsteps(assignment: ContextAssignment, microsteps: int) -> tuple[tuple[R
     first."""
     smallest, request = assignment.chain[0], assignment.request
     rows: list[OpenRow] = []
-    for row in assignment.rows.values():
+    for row in assignment.rows:
         # A group without documents is as many groups of the smallest size, which exchange least.
         rows += (
             [row]
