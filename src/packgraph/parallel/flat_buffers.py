@@ -306,7 +306,15 @@ def make_spans(
             chosen = [(ours[index], place) for index, place in plan.members]
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
-            sharers = _sharers(each, chosen[0][0][1], ties)
+            first, sharers = chosen[0][0][1], None if each.tied is None else ties[each.tied]
+            if each.shared and sharers is not None:
+                raise ValueError(
+                    f"{each.tied} is tied to another stage and copied over tensor parallel ranks: "
+                    "split it, as packgraph.parallel.tensor.parallelize does with embedding and "
+                    "head"
+                )
+            if isinstance(first, DTensor) and each.shared:
+                sharers = first.device_mesh.get_group()
             spans.append(
                 _make_bucket(chosen, each, room, group, shares, sharers, moves, sums_apart)
             )
@@ -348,10 +356,9 @@ def _make_rooms(
         for make in (zeros, sums)
     )
     gathers = [shard == "parameters" and turn is not None for turn in turns]
-    ranks = [1 if found is None else found.ranks for found in reading]
     kept = [
-        plan.size // many if gathered and many > 1 else 0
-        for plan, gathered, many in zip(plans, gathers, ranks, strict=True)
+        plan.size // found.ranks if gathered and found is not None else 0
+        for plan, gathered, found in zip(plans, gathers, reading, strict=True)
     ]
     # Two storages: whoever journals writes to gradients must not have to save the parameters with
     # them.
@@ -417,20 +424,6 @@ def _make_bucket(
         room.is_gathered,
         parts,
     )
-
-
-def _sharers(
-    kind: _Kind, parameter: nn.Parameter, ties: Mapping[str, dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
-    """Returns `GradientBucket.sharers`. Raises ValueError for two kinds of ranks to sum over."""
-    if kind.shared and kind.tied is not None:
-        raise ValueError(
-            f"{kind.tied} is tied to another stage and copied over tensor parallel ranks: split "
-            "it, as packgraph.parallel.tensor.parallelize does with embedding and head"
-        )
-    if isinstance(parameter, DTensor) and kind.shared:
-        return parameter.device_mesh.get_group()
-    return None if kind.tied is None else ties[kind.tied]
 
 
 def _part(whole: slice, group: dist.ProcessGroup | None) -> slice:

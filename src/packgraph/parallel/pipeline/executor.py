@@ -44,7 +44,7 @@ from packgraph.parallel.pipeline.schedule import (
     make_schedule,
     slot_counts,
 )
-from packgraph.parallel.ranks import gather_numbers, unanimous
+from packgraph.parallel.ranks import everywhere, gather_numbers, unanimous
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
@@ -252,13 +252,11 @@ class Pipeline:
         rank, all ranks run eagerly from here on (the reason is counted); returns whether all
         captures succeeded everywhere.
         """
-        failed = 0
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
             chunk.build(
                 [self.sample_arguments(index, batch) for batch in samples], count, watch=watch
             )
-            failed += chunk.failures
-        if any(count for (count,) in gather_numbers(self.links.control, [failed])):
+        if not everywhere(self.links.control, not any(chunk.failures for chunk in self.chunks)):
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
