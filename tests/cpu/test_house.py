@@ -505,7 +505,7 @@ STATEMENTS = {
     "graphs": 7425,
     "ops": 2057,
     "mamba": 1257,
-    "moe": 1583,
+    "moe": 1579,
     "offloading": 1324,
     "parallel": 3308,
     "models": 1783,
