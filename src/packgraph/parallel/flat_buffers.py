@@ -307,7 +307,7 @@ def make_spans(
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
             first, sharers = chosen[0][0][1], None if each.tied is None else ties[each.tied]
-            if each.shared and sharers is not None:
+            if each.shared and each.tied is not None:
                 raise ValueError(
                     f"{each.tied} is tied to another stage and copied over tensor parallel ranks: "
                     "split it, as packgraph.parallel.tensor.parallelize does with embedding and "

@@ -197,8 +197,9 @@ class Layout:
         """Number of ranks that share a sharded layer, or the `experts` of a layer; the layout must
         be resolved."""
         ranks = self.shard_ranks or math.prod(axis.size for axis in self.axes if axis.own)
-        whole_rows = self.cp * max(1, ranks // (self.cp * self.ep))
-        return whole_rows if experts and ranks > self.cp else ranks
+        if not experts or ranks <= self.cp:
+            return ranks
+        return self.cp * max(1, ranks // (self.cp * self.ep))
 
     def sharing_replicas(self, *, sharded: bool) -> int:
         """Number of consecutive replicas that share experts or sharded layers; the layout must be
@@ -245,5 +246,4 @@ def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
 
 def powers_of_two(number: int) -> tuple[int, ...]:
     """The powers of two that divide `number`, ascending."""
-    powers = (1 << power for power in range(number.bit_length()))
-    return tuple(power for power in powers if number % power == 0)
+    return tuple(1 << bit for bit in range(number.bit_length()) if number % (1 << bit) == 0)

@@ -335,7 +335,8 @@ def receiver_of(schedule: Schedule, action: Action) -> Action | None:
 
 
 def make_rows(schedule: Schedule, slots: Sequence[Sequence[int]]) -> Rows:
-    """The rows of `schedule` with their transfers. slots: [rank][chunk], as by `slot_counts`.
+    """The rows of `schedule` with their transfers, in the order of a simulation where forwards take
+    1, backwards 2, transfers nothing. slots: [rank][chunk], as by `slot_counts`.
 
     Raises ValueError naming what each rank waits for, when there are too few slots or the schedule
     cannot run.
