@@ -507,7 +507,7 @@ STATEMENTS = {
     "mamba": 1257,
     "moe": 1579,
     "offloading": 1324,
-    "parallel": 3308,
+    "parallel": 3296,
     "models": 1783,
     "viz": 337,
     "integrations": 1606,

@@ -24,12 +24,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from packgraph.ops.embedding import PADDING_INDEX, embedding
+from packgraph.ops.linear import autocast
 from packgraph.ops.log_probabilities import (
     gradients_by_chunk,
     linear_log_probabilities,
     log_probability_rows,
 )
-from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
+from packgraph.ops.loss import (
+    IGNORED,
+    head_gradients,
+    is_word,
+    linear_cross_entropy,
+    rows_per_chunk,
+    scaled,
+)
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
@@ -144,9 +152,7 @@ def _operands(hidden: Tensor, weight: DTensor, labels: Tensor) -> tuple[Tensor, 
     autocast's dtype."""
     own = _own_words(weight)
     whole = _everywhere(hidden, weight, labels).to_local(grad_placements=[Partial()])
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        whole, own = whole.to(dtype), own.to(dtype)
+    whole, own = autocast(whole, own)
     return whole, own
 
 
@@ -197,25 +203,17 @@ class _SplitCrossEntropy(torch.autograd.Function):
         want_weight: bool,
     ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight: Tensor | None = None
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
+
+        def gradient(products: Tensor, part: slice) -> Tensor:
             counted = (labels[part] != IGNORED)[:, None]
-            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            logits, slope = _capped((chunk_hidden @ weight.t()).float(), softcap)
+            logits, slope = _capped(products.float(), softcap)
             word = labels[part, None] - first_word
             illegal = torch.where(is_word(labels[part, None], words), 0.0, torch.nan)
-            losses[part], grad_logits = _chunk(logits, word, counted, illegal, group)
-            grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
-            grad_logits = grad_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if want_weight:
-                product = grad_logits.t() @ chunk_hidden
-                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+            losses[part], found = _chunk(logits, word, counted, illegal, group)
+            return (found if slope is None else found.mul_(slope)).to(hidden.dtype)
+
         ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+            *head_gradients(hidden, weight, labels, rows, want_hidden, want_weight, gradient)
         )
         return losses.sum()
 
