@@ -104,7 +104,7 @@ class Stashed(Graphed):
         super().__init__(name, work, (capacity,), "chunk", compile)
 
     def run(self, batch: PackedBatch) -> Tensor:
-        self.stash.reset()  # as at the beginning of a step
+        self.stash.pages.reset()  # as at the beginning of a step
         return super().run(batch)
 
     def facts(self) -> dict[str, Any]:

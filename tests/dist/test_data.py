@@ -27,22 +27,17 @@ STEPS = 10
 def test_every_parameter_lies_in_one_span(parameters, ranks, most):
     sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
     spans = plan_gradient_buckets(sizes, kinds, ranks, most)
-    assert sorted(member.index for span in spans for member in span.members) == list(
-        range(len(sizes))
-    )
+    assert sorted(index for span in spans for index, _ in span.members) == list(range(len(sizes)))
     for span in spans:
         assert span.size % (ranks * ALIGNMENT) == 0
         end = 0
-        for member in span.members:
-            assert member.start >= end and member.start % ALIGNMENT == 0
-            assert (
-                member.stop - member.start == sizes[member.index]
-                and kinds[member.index] == span.kind
-            )
-            end = member.stop
+        for index, place in span.members:
+            assert place.start >= end and place.start % ALIGNMENT == 0
+            assert place.stop - place.start == sizes[index] and kinds[index] == span.kind
+            end = place.stop
         assert end <= span.size
         assert most is None or len(span.members) == 1 or end <= most
-    lowest = [min(member.index for member in span.members) for span in spans]
+    lowest = [min(index for index, _ in span.members) for span in spans]
     assert lowest == sorted(lowest, reverse=True), "a span is complete with its first parameter"
 
 

@@ -149,10 +149,10 @@ def test_nothing_waits_for_the_device():
     toy_loss(model(ids, x)).backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stash.reset()
+        stash.pages.reset()
         toy_loss(model(ids, x)).backward()
         verdict = stash.overflow_flag()
-        stash.clear()
+        stash.pages.clear()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not verdict.item()
@@ -162,7 +162,7 @@ def test_an_overflow_in_a_graph_is_a_verdict_and_nothing_else():
     stash = stashed(2)
     graphed = graph(experts_toy(stash), granularity="chunk", warmup=1)
     for _ in range(5):
-        stash.reset()
+        stash.pages.reset()
         toy_loss(graphed(*toy_inputs(96, "cuda"))).backward()
     torch.cuda.synchronize()
     assert (

@@ -125,15 +125,6 @@ def head_sizes(config: "DecoderConfig") -> tuple[int, int]:
     )
 
 
-def rotary_width(config: "DecoderConfig") -> int:
-    """Columns of a head that are turned by the position."""
-    return (
-        config.latent.rope_dim
-        if config.latent.enabled
-        else round(config.rotary_share * config.head_dim)
-    )
-
-
 def routed_width(config: "DecoderConfig") -> int:
     """Columns of a row that is sent to experts."""
     return config.experts.latent_size or config.hidden_size

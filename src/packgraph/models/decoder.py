@@ -82,10 +82,11 @@ class DecoderModel(DecoderStack):
         matrices = self.normal_parameters() if deferred else {}
         with set_aside(self, matrices):
             self.to_empty(device=target)
-        values = {}
-        for name, matrix in matrices.items():
-            shape = parts[name].shape if name in parts else matrix.shape
-            values[name] = partial(fill_normal, name, shape, seed, config.initializer_range)
+        scale = config.initializer_range
+        values = {
+            name: partial(fill_normal, name, parts.get(name, matrix).shape, seed, scale)
+            for name, matrix in matrices.items()
+        }
         defer(self, values, target)
         for name, part in parts.items():
             mark_part(self.get_parameter(name), part)
@@ -230,6 +231,5 @@ class ModelChunks:
         }
         found = {name: value for name, value in self.state_dict().items() if name not in again}
         found = stored(found, self.named_parameters()) | dict(kept or {})
-        if self.adapters_only:
-            return {name: found[name] for name, value in named.items() if value.requires_grad}
-        return found
+        trained = [name for name, value in named.items() if value.requires_grad]
+        return {name: found[name] for name in trained} if self.adapters_only else found

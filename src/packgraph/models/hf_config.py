@@ -7,7 +7,7 @@ What only training knows (dropout, losses that balance experts) stands in no con
 Old files have rope_theta and rope_scaling, new ones one rope_parameters; both are read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -158,8 +158,6 @@ def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
     if family.rotary:
         theta, scaling, wrong = read_rope(description, scaled=family is DEEPSEEK_V3)
     reasons += _unsupported(description, family) + wrong
-    if family is DEEPSEEK_V3 and not reasons:
-        reasons += _complete_latent(description, values)
     if not reasons:
         reasons += family.complete(description, values)
     if reasons:
@@ -173,13 +171,19 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises ValueError when transformers has no such model.
     """
     family = family_of(config)
-    if differing := [*_not_of(family, config), *family.refuse(config)]:
+    differing = [
+        f"{field}={attrgetter(field)(config)!r}"
+        for field, value in family.fixed.items()
+        if (config.experts.enabled or not field.startswith("experts."))
+        and attrgetter(field)(config) != value
+    ]
+    if differing := differing + family.refuse(config):
         raise ValueError(
             f"{family.architecture} has no model with {', '.join(differing)}; this one cannot be "
             "saved "
             "as one."
         )
-    content: dict[str, Any] = {
+    return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{
@@ -191,14 +195,6 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         **{key.name: attrgetter(field)(config) for field, key in family.fields.items()},
         **family.write(config),
     }
-    if family is DEEPSEEK_V3:
-        content |= {
-            "num_key_value_heads": config.num_heads,
-            "q_lora_rank": config.latent.query_rank or None,
-        }
-        if not config.experts.enabled:
-            content["first_k_dense_replace"] = config.num_layers
-    return content
 
 
 def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
@@ -254,42 +250,6 @@ def _build(values: Mapping[str, Any], scaling: RopeScaling) -> DecoderConfig:
         experts=ExpertConfig(**experts) if experts.get("count") else ExpertConfig(),
         mamba=MambaConfig(**section("mamba.")),
     )
-
-
-def _complete_latent(description: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
-    """Fill in the fields that mean nothing with latent attention; the reasons why a config.json
-    makes no sense."""
-    keys, heads = description.get("num_key_value_heads"), values["num_heads"]
-    dense, layers = values["experts.first_dense"], values["num_layers"]
-    problems = {
-        f"kv_lora_rank is {values['latent.kv_rank']}, must be positive": (
-            values["latent.kv_rank"] <= 0
-        ),
-        f"num_key_value_heads is {keys!r}, not num_attention_heads ({heads}) as with latent "
-        "attention": keys not in (None, heads),
-        f"n_routed_experts is 0, but only {dense} of {layers} layers are without experts": (
-            not values["experts.count"] and dense < layers
-        ),
-    }
-    values |= {
-        "num_kv_heads": heads,
-        "head_dim": values["latent.nope_dim"] + values["latent.rope_dim"],
-        "qk_norm": False,
-    }
-    return [problem for problem, is_there in problems.items() if is_there]
-
-
-def _not_of(family: Family, config: DecoderConfig) -> Sequence[str]:
-    """Fields of `config` that no model of `family` has, with their values."""
-    found = [
-        f"{field}={attrgetter(field)(config)!r}"
-        for field, value in family.fixed.items()
-        if (config.experts.enabled or not field.startswith("experts."))
-        and attrgetter(field)(config) != value
-    ]
-    if family is DEEPSEEK_V3 and config.experts.enabled and not config.experts.shared:
-        found.append("experts.shared=0")
-    return found
 
 
 def _is(value: Any, kind: type) -> bool:

@@ -414,21 +414,6 @@ BAMBA = Family(
 HYBRIDS = (MAMBA2, NEMOTRON_H, BAMBA)
 
 
-def hybrid_family(config: DecoderConfig) -> Family:
-    """The hybrid architecture of such a model.
-
-    Mamba-2 layers alone are mamba2 or nemotron_h: the values that every Nemotron-H has for
-    feed-forward and attention layers, which a reader of a checkpoint sets and no other architecture
-    has, tell the two apart.
-    """
-    kinds = {config.branches(index) for index in range(config.num_layers)}
-    if kinds != {("mamba",)}:
-        return BAMBA if any(len(kind) > 1 for kind in kinds) else NEMOTRON_H
-    fixed = [field for field in NEMOTRON_H.fixed.items() if not field[0].startswith("experts.")]
-    is_nemotron = all(attrgetter(name)(config) == value for name, value in fixed)
-    return NEMOTRON_H if is_nemotron else MAMBA2
-
-
 _COMMON = {
     "vocab_size": Key("vocab_size"),
     "hidden_size": Key("hidden_size"),
@@ -486,6 +471,44 @@ QWEN3_MOE = Family(
     ),
 )
 
+
+def _read_deepseek(description: Description, values: dict[str, Any]) -> list[str]:
+    """Fill in the fields that mean nothing with latent attention; the reasons why a config.json
+    makes no sense."""
+    keys, heads = description.get("num_key_value_heads"), values["num_heads"]
+    dense, layers = values["experts.first_dense"], values["num_layers"]
+    problems = {
+        f"kv_lora_rank is {values['latent.kv_rank']}, must be positive": (
+            values["latent.kv_rank"] <= 0
+        ),
+        f"num_key_value_heads is {keys!r}, not num_attention_heads ({heads}) as with latent "
+        "attention": keys not in (None, heads),
+        f"n_routed_experts is 0, but only {dense} of {layers} layers are without experts": (
+            not values["experts.count"] and dense < layers
+        ),
+    }
+    values |= {
+        "num_kv_heads": heads,
+        "head_dim": values["latent.nope_dim"] + values["latent.rope_dim"],
+        "qk_norm": False,
+    }
+    return [problem for problem, is_there in problems.items() if is_there]
+
+
+def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
+    dense = {} if config.experts.enabled else {"first_k_dense_replace": config.num_layers}
+    return {
+        "num_key_value_heads": config.num_heads,
+        "q_lora_rank": config.latent.query_rank or None,
+        **dense,
+    }
+
+
+def _refuse_deepseek(config: DecoderConfig) -> list[str]:
+    needs_shared = config.experts.enabled and not config.experts.shared
+    return ["experts.shared=0"] if needs_shared else []
+
+
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
@@ -517,6 +540,9 @@ DEEPSEEK_V3 = Family(
     MappingProxyType(
         {**_PLAIN, "experts.score": "sigmoid", "experts.score_bias": True, "experts.latent_size": 0}
     ),
+    complete=_read_deepseek,
+    write=_write_deepseek,
+    refuse=_refuse_deepseek,
 )
 
 FAMILIES = (QWEN3, QWEN3_MOE, DEEPSEEK_V3, *HYBRIDS)
@@ -527,9 +553,18 @@ RECORDED = (
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """The only family that may have such a model."""
-    if config.pattern:
-        return hybrid_family(config)
-    if config.latent.enabled:
-        return DEEPSEEK_V3
-    return QWEN3_MOE if config.experts.enabled else QWEN3
+    """The only family that may have such a model.
+
+    Mamba-2 layers alone are mamba2 or nemotron_h: the values that every Nemotron-H has for
+    feed-forward and attention layers, which a reader of a checkpoint sets and no other architecture
+    has, tell the two apart.
+    """
+    if not config.pattern:
+        grouped = QWEN3_MOE if config.experts.enabled else QWEN3
+        return DEEPSEEK_V3 if config.latent.enabled else grouped
+    kinds = {config.branches(index) for index in range(config.num_layers)}
+    if kinds != {("mamba",)}:
+        return BAMBA if any(len(kind) > 1 for kind in kinds) else NEMOTRON_H
+    fixed = [field for field in NEMOTRON_H.fixed.items() if not field[0].startswith("experts.")]
+    is_nemotron = all(attrgetter(name)(config) == value for name, value in fixed)
+    return NEMOTRON_H if is_nemotron else MAMBA2

@@ -122,12 +122,6 @@ def _exchanges(module: nn.Module) -> bool:
     )
 
 
-def _shares_experts(module: nn.Module) -> bool:
-    """Returns whether experts of a transformers model are on several ranks."""
-    parts = (part for part in module.modules() if type(part) is Dispatching)
-    return any(not isinstance(part.dispatcher, LocalDispatcher) for part in parts)
-
-
 OTHERS = "name the other stages, such as attn or attn,mlp"
 STASHED = (
     f"moe stages cannot be recomputed where experts keep their rows in a stash: {OTHERS}, or train "
@@ -166,7 +160,11 @@ def _checkpoint_live(module: nn.Module, what: What) -> None:
     if what == NONE:
         getattr(model, f"{name}_disable")()
     elif what == FULL:
-        if _exchanges(module) or _shares_experts(module):
+        shares_experts = any(
+            type(part) is Dispatching and not isinstance(part.dispatcher, LocalDispatcher)
+            for part in module.modules()
+        )
+        if shares_experts or _exchanges(module):
             raise ValueError(EXCHANGES)
         asked = bool(getattr(model, "_require_grads_hooks", ()))
         getattr(model, f"{name}_enable")({"use_reentrant": False})

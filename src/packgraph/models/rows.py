@@ -2,24 +2,12 @@
 it is this rank's. A context cuts the whole row; tensor parallel ranks may cut hidden states further
 (sequence parallelism)."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
 from packgraph.ops.attention.zigzag import ZigzagTables, rank_rows, zigzag_tables
 from packgraph.packing.batch import PackedBatch
-
-
-class OwnRows(NamedTuple):
-    """What is this rank's of a microbatch: tokens, padding and positions [T / context]. tables:
-    where the row is cut in zigzag."""
-
-    tokens: Tensor
-    padding: Tensor
-    positions: Tensor
-    tables: ZigzagTables | None
 
 
 class SharedRows:
@@ -58,12 +46,15 @@ class SharedRows:
         return found
 
 
-def own_part(batch: PackedBatch, context: ContextGroup | None) -> OwnRows:
-    """This rank's part of a microbatch; all of it without a context."""
+def own_part(
+    batch: PackedBatch, context: ContextGroup | None
+) -> tuple[Tensor, Tensor, Tensor, ZigzagTables | None]:
+    """Tokens, padding and positions [T / context] of a microbatch that are this rank's, all of them
+    without a context; and the tables where the row is cut in zigzag."""
     tables = None
     if context is not None and context.kind == "zigzag":
         tables = zigzag_tables(batch, context)
     rows = None if tables is None else tables.rows
     entries = (batch.tokens, 0), (batch.padding_mask, True), (batch.position_ids, 0)
     tokens, padding, positions = (rank_rows(x, context, rows, fill) for x, fill in entries)
-    return OwnRows(tokens, padding, positions, tables)
+    return tokens, padding, positions, tables

@@ -23,7 +23,6 @@ that stays the loss of the next token.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from packgraph.graphs.parameters import is_sharded
 from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
-from packgraph.models.branches import head_sizes, rotary_width
+from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import RotaryEmbedding
 from packgraph.models.layers.mlp import RMSNorm
@@ -44,7 +43,7 @@ from packgraph.ops.attention.api import BackendChoice, attention_metadata, choos
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.log_probabilities import Output, check_output
-from packgraph.ops.loss import IGNORED, check_count, token_count
+from packgraph.ops.loss import IGNORED, check_count, step_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.vocabulary import (
@@ -85,9 +84,9 @@ class DecoderStack(SharedRows, nn.Module):
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp_sums = LossSums(config.mtp_layers) if predicts else None
-        self.rotary = RotaryEmbedding(
-            rotary_width(config), config.rope_theta, config.latent.scaling
-        )
+        latent = config.latent
+        turned = latent.rope_dim if latent.enabled else round(config.rotary_share * config.head_dim)
+        self.rotary = RotaryEmbedding(turned, config.rope_theta, latent.scaling)
         reads = {entry for layer in layers.values() for entry in getattr(layer, "reads", ())}
         self.attends, self.scans = "attention" in reads, "documents" in reads
 
@@ -237,17 +236,12 @@ class DecoderStack(SharedRows, nn.Module):
             return found
         labels = ahead(batch.labels, batch.document_ids, depth, IGNORED)
         own = rank_rows(labels, state.get("context"), state.get("rows"), IGNORED)
-        loss = self._per_token(head_cross_entropy(normed, self.head_weight, own), state)
+        total = head_cross_entropy(normed, self.head_weight, own)
+        loss = total / step_count(state["tokens_in_step"], batch.labels)
         if self.training and torch.is_grad_enabled():
             self.mtp_sums.add(depth - 1, loss)
         share = loss * (self.config.mtp_loss_weight / self.config.mtp_layers)
         return {**found, "mtp_loss": share + state["mtp_loss"] if depth > 1 else share}
-
-    def _per_token(self, total: Tensor, state: State) -> Tensor:
-        """A sum of losses over the tokens of the step that have a label."""
-        tokens = state["tokens_in_step"]
-        tokens = token_count(state["batch"].labels) if tokens is None else tokens
-        return total / tokens.clamp(min=1)
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the output is left in the
@@ -264,7 +258,8 @@ class DecoderStack(SharedRows, nn.Module):
         if wanted != "loss":
             entropy = wanted == "log_probabilities_and_entropies"
             return {"output": head_log_probabilities(hidden, self.head_weight, own, entropy)}
-        loss = self._per_token(head_cross_entropy(hidden, self.head_weight, own), state)
+        total = head_cross_entropy(hidden, self.head_weight, own)
+        loss = total / step_count(state["tokens_in_step"], batch.labels)
         if (further := state.get("mtp_loss")) is not None:
             loss = loss + (further - further.detach())
         return {"output": loss if rows is None else loss + rows.excess}
@@ -314,5 +309,4 @@ class DecoderStack(SharedRows, nn.Module):
         return choose_backend(device, dtype, *head_sizes(self.config))
 
     def extra_repr(self) -> str:
-        fields: dict[str, Any] = vars(self.config)
-        return ", ".join(f"{name}={value}" for name, value in fields.items())
+        return ", ".join(f"{name}={value}" for name, value in vars(self.config).items())

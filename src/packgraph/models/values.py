@@ -22,15 +22,22 @@ within the part are read. The invariant: the values are those that a copy of the
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from packgraph.parallel.deferred import Piece, in_threads, overlap, region
-from packgraph.parallel.pieces import Rectangle, part_of
+from packgraph.parallel.deferred import (
+    Piece,
+    fill_copies,
+    in_threads,
+    overlap,
+    region,
+    whole_shape,
+)
+from packgraph.parallel.pieces import Rectangle, parts_of
 
 Opens = Callable[[Path], contextlib.AbstractContextManager[Any]]
 
@@ -57,10 +64,11 @@ def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: floa
     """
 
     def draw(entry: tuple[str, Tensor]) -> None:
-        name, matrix = entry
-        matrix.copy_(_drawn(matrix.shape, seed, name, scale))
+        name, parameter = entry
+        fill_normal(name, whole_shape(parameter), seed, scale, parts_of(parameter))
 
-    in_threads(draw, _matrices(parameters))
+    # A model that is asked for its names and shapes has no memory.
+    in_threads(draw, [(name, found) for name, found in parameters if not found.is_meta])
 
 
 def fill_normal(
@@ -81,31 +89,9 @@ def fill_normal(
         fill_copies(_drawn(shape, seed, name, scale), pieces)
 
 
-def fill_copies(whole: Tensor, pieces: Iterable[Piece]) -> None:
-    """Fill any part of a parameter from a copy of the whole."""
-    for offsets, target in pieces:
-        target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
-
-
 def _drawn(shape: torch.Size, seed: int, name: str, scale: float) -> Tensor:
     fresh = torch.empty(shape, dtype=torch.float32, device="cpu")
     return fresh.normal_(0.0, scale, generator=generator_of(seed, name))
-
-
-def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in parameters:
-        values = parameter.detach()  # whether gradients are on is known to the calling thread alone
-        if values.is_meta:
-            continue  # a model that is asked for its names and shapes
-        if values.dim() < 3:
-            yield name, values
-        else:
-            part = part_of(parameter)
-            first = 0 if part is None else part.offsets[0]
-            yield from (
-                (f"{name} {place}", entry)
-                for place, entry in enumerate(values.unbind(0), start=first)
-            )
 
 
 class StoredBox(NamedTuple):

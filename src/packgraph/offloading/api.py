@@ -32,17 +32,14 @@ class OffloadedLayer:
 
     def __init__(self, number: int, module: nn.Module) -> None:
         self.number, self._module = number, weakref.ref(module)
-        self._users: defaultdict[str, list[int]] = defaultdict(
-            list
-        )  # of a name, in the order of their first blocks
+        # Places of users of a name, in the order of their first blocks.
+        self._users: defaultdict[str, dict[int, int]] = defaultdict(dict)
 
     def called(self, name: str, user: int) -> str:
         """The group's name of a block that marked module number `user` opens: another one for the
         second module that does so (self-attention, and attention to the encoder)."""
         users = self._users[name]
-        if user not in users:
-            users.append(user)
-        place = users.index(user)
+        place = users.setdefault(user, len(users))
         return f"{name} {place + 1}" if place else name
 
     def stays(self, part: nn.Module | None) -> Sequence[Tensor]:

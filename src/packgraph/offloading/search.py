@@ -43,7 +43,6 @@ forward; here it keeps those that are needed first, which are the harder ones to
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -67,31 +66,17 @@ NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 DIGITS = 6  # of a microsecond, below which waits are equal
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Sets of groups, each with a bound. moves: bool [C, groups]. in_flight: int64 [C]."""
-
-    moves: np.ndarray
-    in_flight: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.in_flight)
-
-    def __getitem__(self, place: int) -> tuple[tuple[bool, ...], int]:
-        return tuple(self.moves[place].tolist()), int(self.in_flight[place])
-
-
-def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> Candidates:
-    """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see
-    FEW."""
+def candidates(
+    trace: OffloadTrace, movable: Sequence[bool], few: int = FEW
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sets to choose from, bool [C, groups], and for each a bound of copies in flight, int64 [C]:
+    every pair once, nothing at all first. movable: groups that may move. few: see FEW."""
     # Nothing is gained by moving nothing.
     movable = [may and group.bytes > 0 for group, may in zip(trace.groups, movable)]
     if sum(movable) <= few:
         found = list(_subsets(movable))
-        return Candidates(
-            np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
-            np.array([in_flight for _, in_flight in found]),
-        )
+        sets = np.array([moves for moves, _ in found], dtype=bool)
+        return sets.reshape(len(found), len(movable)), np.array([bound for _, bound in found])
     tails = list(_tails(trace, movable))
     bounds = (0, *IN_FLIGHT)
     moves = [np.repeat(np.array([[False] * len(movable), *tails]), len(bounds), axis=0)]
@@ -116,7 +101,7 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
     every, bound = np.concatenate(moves), np.concatenate(in_flight)
     keys = np.concatenate([np.packbits(every, axis=1), bound[:, None].astype(np.uint8)], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
-    return Candidates(every[first], bound[first])
+    return every[first], bound[first]
 
 
 def _few_large(sizes: np.ndarray) -> np.ndarray:
@@ -181,35 +166,28 @@ def _in_step(
 
 
 class _Candidate(NamedTuple):
-    """One set of groups whose forward is judged. peak, kept: bytes. place: among all candidates."""
+    """One set of groups, and what its forward costs. peak, kept: bytes."""
 
     exposed_us: float
     peak: int
     kept: int
-    place: int
-    moves: Moves
     in_flight: int
+    moves: Moves
 
 
-class _Judged:
-    """All candidates of a trace and what their forwards cost."""
-
-    def __init__(
-        self, trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None, few: int
-    ) -> None:
-        may = (True,) * len(trace.groups) if movable is None else tuple(movable)
-        if len(may) != len(trace.groups):
-            raise ValueError(
-                f"the trace has {len(trace.groups)} groups, and {len(may)} are said to be "
-                "movable or not"
-            )
-        self.passes, self.all = Passes(trace, speed), candidates(trace, may, few)
-        self.forwards = self.passes.forwards(self.all.moves, self.all.in_flight)
-
-    def __getitem__(self, place: int) -> _Candidate:
-        columns = self.forwards.exposed_us, self.forwards.peak_bytes, self.forwards.kept_bytes
-        exposed, peak, kept = (column[place].item() for column in columns)
-        return _Candidate(exposed, peak, kept, place, *self.all[place])
+def _judged(passes: Passes, movable: Sequence[bool] | None, few: int) -> list[_Candidate]:
+    """All candidates of a trace; arguments are those of `plan_for_bytes`."""
+    groups = passes.trace.groups
+    may = (True,) * len(groups) if movable is None else tuple(movable)
+    if len(may) != len(groups):
+        raise ValueError(
+            f"the trace has {len(groups)} groups, and {len(may)} are said to be movable or not"
+        )
+    moves, in_flight = candidates(passes.trace, may, few)
+    costs = passes.forwards(moves, in_flight)
+    columns = (costs.exposed_us, costs.peak_bytes, costs.kept_bytes, in_flight)
+    rows = zip(*(column.tolist() for column in columns), map(tuple, moves.tolist()), strict=True)
+    return [_Candidate(*row) for row in rows]
 
 
 def plan_for_bytes(
@@ -225,13 +203,14 @@ def plan_for_bytes(
     movable: groups that may move, default all. few: as in `candidates`. Raises ValueError when no
     plan fits.
     """
-    judged = _Judged(trace, speed, movable, few)
-    waits = np.round(judged.forwards.exposed_us, DIGITS)
+    passes = Passes(trace, speed)
+    judged = _judged(passes, movable, few)
+    waits = np.round([one.exposed_us for one in judged], DIGITS)
     best: tuple[float, int, int, int] | None = None
     found: OffloadPlan | None = None
     # Those that wait least and move least come first: once the best beats what a forward alone
     # costs, all is said.
-    for place in np.lexsort((-judged.forwards.kept_bytes, waits)).tolist():
+    for place in np.lexsort((np.array([-one.kept for one in judged]), waits)).tolist():
         one, wait = judged[place], float(waits[place])
         moved = trace.bytes - one.kept
         if best is not None and (wait, moved) > best[:2]:
@@ -239,7 +218,7 @@ def plan_for_bytes(
         if one.peak > budget:
             continue
         most = best[0] if best is not None else float("inf")
-        backward = judged.passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
+        backward = passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
         if backward is None or backward.peak_bytes > budget:
             continue
         waited = round(one.exposed_us + backward.exposed_us, DIGITS)
@@ -273,17 +252,16 @@ def plan_for_time(
     """
     if not lost >= 0:
         raise ValueError(f"a share of time to lose must be at least 0, got {lost}")
-    judged = _Judged(trace, speed, movable, few)
+    passes = Passes(trace, speed)
     budget_us = lost if math.isinf(lost) else lost * trace.compute_us + 10.0**-DIGITS
     best: int | None = None
     found: OffloadPlan | None = None
-    for place in np.argsort(judged.forwards.peak_bytes, kind="stable").tolist():
-        one = judged[place]
+    for one in sorted(_judged(passes, movable, few), key=lambda one: one.peak):
         if best is not None and one.peak >= best:
             break
         if one.exposed_us > budget_us:
             continue
-        backward = _lowest(judged.passes, one, budget_us - one.exposed_us, best)
+        backward = _lowest(passes, one, budget_us - one.exposed_us, best)
         if backward is not None and (best is None or max(one.peak, backward.peak_bytes) < best):
             best = max(one.peak, backward.peak_bytes)
             found = OffloadPlan(one.moves, backward.reload_at, one.in_flight)

@@ -80,9 +80,11 @@ class LinearProduct(ABC):
 
     def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
         """A plain layer; of torch's own where the product is the native one."""
-        if self.name == NATIVE:
-            return nn.Linear(inputs, outputs, bias=bias)
-        return ProductLinear(self, inputs, outputs, bias)
+        return (
+            nn.Linear(inputs, outputs, bias=bias)
+            if self.name == NATIVE
+            else ProductLinear(self, inputs, outputs, bias)
+        )
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
         """Applies layers of this product to one input: for products that can share work, such as

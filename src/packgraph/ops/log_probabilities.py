@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from packgraph.ops.linear import autocast
 from packgraph.ops.loss import IGNORED, gradient_of_products, is_word, rows_per_chunk
 from packgraph.packing.batch import PackedBatch
 
@@ -106,9 +107,7 @@ def linear_log_probabilities(
             predictions in nats, 0 where the label is -100.
     """
     rows = log_probability_rows(weight.shape[0], entropy) if chunk is None else chunk
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = autocast(hidden, weight)
     return _LogProbabilities.apply(hidden, weight, labels, rows, scale, softcap, entropy)
 
 

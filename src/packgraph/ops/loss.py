@@ -24,6 +24,7 @@ in place of `scaled_gradient`): three numbers of an element are moved where two 
 five.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packgraph.ops.kernels import HAS_TRITON, has_kernel, tl, triton
+from packgraph.ops.linear import autocast
 
 IGNORED = -100
 CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
@@ -45,6 +47,11 @@ ADDED_BLOCK, ADDED_WARPS = 4096, 8  # elements and warps of a program that adds
 def token_count(labels: Tensor) -> Tensor:
     """Number of labels that count in the loss: 0-d int64 on the device of `labels`."""
     return (labels != IGNORED).sum()
+
+
+def step_count(tokens: Tensor | None, labels: Tensor) -> Tensor:
+    """Count that a loss is divided by, at least 1: that of the step, None = of `labels` alone."""
+    return (token_count(labels) if tokens is None else tokens).clamp(min=1)
 
 
 def check_count(tokens: object) -> None:
@@ -135,9 +142,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"
         )
     given = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = autocast(hidden, weight)
     # inside the function autograd is off, so whether gradients are wanted must be asked here
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
@@ -164,34 +169,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         right = torch.zeros(int(hits), dtype=torch.float32, device=labels.device)  # or none
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight: Tensor | None = None
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
-            counted = (labels[part] != IGNORED)[:, None]
-            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            products = chunk_hidden @ weight.t()
+
+        def gradient(products: Tensor, part: slice) -> Tensor | None:
             if hits:  # scale and cap keep the order of logits
-                right = right + (products.argmax(-1) == labels[part]).sum()
-            grad_logits = gradient_of_products(
-                products,
-                labels[part],
-                losses[part],
-                scale,
-                softcap,
-                wanted=want_hidden or want_weight,
-            )
-            if grad_logits is None:
-                continue
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if want_weight:
-                product = grad_logits.t() @ chunk_hidden
-                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
-                # gradients
-                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+                right.add_((products.argmax(-1) == labels[part]).sum())
+            wanted = want_hidden or want_weight
+            told = labels[part], losses[part]
+            return gradient_of_products(products, *told, scale, softcap, wanted=wanted)
+
+        grad_hidden, grad_weight = head_gradients(
+            hidden, weight, labels, rows, want_hidden, want_weight, gradient
+        )
         # The weight tells compiled code whose gradient is added to (`scaled_gradient`).
         identified = own and grad_weight is not None
         ctx.save_for_backward(grad_hidden, grad_weight, weight if identified else None)
@@ -203,11 +191,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, weight = ctx.saved_tensors
         grad = grad[0] if ctx.hits else grad
-        if weight is None:
-            of_weight = scaled(grad_weight, grad)
-        else:
-            of_weight = scaled_gradient(grad_weight, grad, weight)
+        of_weight = (
+            scaled(grad_weight, grad)
+            if weight is None
+            else scaled_gradient(grad_weight, grad, weight)
+        )
         return scaled(grad_hidden, grad), of_weight, *[None] * 8
+
+
+def head_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: int,
+    want_hidden: bool,
+    want_weight: bool,
+    gradient: Callable[[Tensor, slice], Tensor | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden [T, H] and of weight [V, H] where they are wanted, by chunks of `rows`.
+
+    gradient: of the products [C, V] of the rows of a slice, which it may write over, in their dtype
+    or None; called for each chunk, in order.
+    """
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    grad_weight: Tensor | None = None
+    for start in range(0, labels.shape[0], rows):
+        part = slice(start, start + rows)
+        chunk_hidden = hidden[part].masked_fill((labels[part] == IGNORED)[:, None], 0.0)
+        grad_logits = gradient(chunk_hidden @ weight.t(), part)
+        if grad_logits is None:
+            continue
+        if grad_hidden is not None:
+            grad_hidden[part] = grad_logits @ weight
+        if want_weight:
+            product = grad_logits.t() @ chunk_hidden
+            # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
+            # gradients
+            grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def gradient_of_products(

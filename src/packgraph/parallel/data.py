@@ -35,7 +35,8 @@ The flat buffers are made in `parallel/flat_buffers.py`.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -149,17 +150,23 @@ class FlatParameters:
             for span in (*self.spans, *self.frozen)
             if span.sharded_layer is not None
         }
-        self._expected: list[set[int]] = []
-        self._behind: list[set[int] | None] = []  # None: of spans that wait for the end
-        self.launched = 0
         self._one_at_a_time = threading.Lock()
-        self._works: list[Any] = []
         self._gathers = dict[int, Any]()  # under way, by the id of their span
         self._handles: list[Any] = []
+        self.forget()
 
     def members(self) -> Iterable[Member]:
         """All parameters with their places."""
         return (member for span in self.spans for member in span.members)
+
+    def forget(self) -> None:
+        """Expect nothing any more of what a backward was to finish."""
+        for handle in self._handles:
+            handle.remove()
+        self._expected = list[set[int]]()
+        self._behind = list[set[int] | None]()  # None: of spans that wait for the end
+        self.launched = 0
+        self._works, self._handles = list[Any](), list[Any]()
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
@@ -191,7 +198,7 @@ class FlatParameters:
             [parameter for _, parameters in accumulating for parameter in parameters], settled
         )
         for node, parameters in accumulating:
-            self._handles.append(node.register_hook(_after(self.ready, parameters)))
+            self._handles.append(node.register_hook(partial(self.ready, parameters)))
 
     def expect(self, parameters: Iterable[Tensor], settled: Iterable[Tensor] | None = None) -> None:
         """Say which gradients of `settled` (None = all) the coming backward will still add to.
@@ -225,9 +232,9 @@ class FlatParameters:
             return False
         return span.within.across is None or self._behind[number] == set()
 
-    def ready(self, parameters: Sequence[Tensor]) -> None:
+    def ready(self, parameters: Sequence[Tensor], *_: Any) -> None:
         """Say that these gradients of the step are final; starts to reduce spans that are complete
-        by it.
+        by it. Further arguments are those of a hook.
 
         Autograd calls hooks from one thread per device, and from the caller's for nodes that got no
         gradient. Sending lets go of the interpreter, so without the lock a second thread would send
@@ -256,13 +263,6 @@ class FlatParameters:
                 span.own_gradients.copy_(span.gradients)
             dist.all_reduce(span.own_gradients, group=span.sharers)
         self.forget()
-
-    def forget(self) -> None:
-        """Expect nothing any more of what a backward was to finish."""
-        for handle in self._handles:
-            handle.remove()
-        self._expected, self._behind, self.launched = [], [], 0
-        self._works, self._handles = [], []
 
     @torch.no_grad()
     def begin_gather(self, span: GradientBucket) -> None:
@@ -353,12 +353,6 @@ class FlatParameters:
             if self.result == "part"
             else dist.all_reduce(span.gradients, group=span.group, async_op=True)
         )
-
-
-def _after(
-    ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]
-) -> Callable[..., None]:
-    return lambda *_: ready(parameters)
 
 
 def accumulating_nodes(

@@ -43,8 +43,11 @@ def set_values(parameter: Tensor, fill: Fill) -> None:
 
 
 def defer(module: nn.Module, values: Mapping[str, Fill], device: torch.device) -> None:
-    """Replace parameters of `module` on the meta device, by name, by such that have no memory on
-    `device`, and say what will fill them. A parameter of several names stays one."""
+    """Replace parameters of `module` without memory, such as those on the meta device, by such on
+    `device`, and say what will fill them. A parameter of several names stays one.
+
+    values: by name.
+    """
     owners = _owners(module)
     for name, fill in values.items():
         before = module.get_parameter(name)
@@ -78,15 +81,9 @@ def on_meta(module: nn.Module) -> Iterator[None]:
         for name, parameter in module.named_parameters()
         if (fill := values_of(parameter)) is not None
     }
-    owners = _owners(module)
+    fills = {name: fill for name, (fill, _) in waiting.items()}
     try:
-        for _, parameter in waiting.values():
-            made = nn.Parameter(
-                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-            )
-            made.__dict__.update(parameter.__dict__)
-            for owner, key in owners[id(parameter)]:
-                owner.register_parameter(key, made)
+        defer(module, fills, torch.device("meta"))
         yield
     finally:
         for name, (fill, parameter) in waiting.items():
@@ -126,6 +123,12 @@ def _fill(target: tuple[Tensor, Sequence[Piece]]) -> None:
     values = values_of(target[0])
     assert values is not None
     values([(offsets, piece.detach()) for offsets, piece in target[1]])
+
+
+def fill_copies(whole: Tensor, pieces: Iterable[Piece]) -> None:
+    """Fill any part of a parameter from a copy of the whole."""
+    for offsets, target in pieces:
+        target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
 
 
 def in_threads(function: Callable[[Argument], None], arguments: Iterable[Argument]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from packgraph.moe.dispatch.dispatcher import Dispatcher
-from packgraph.parallel.deferred import on_meta
+from packgraph.parallel.deferred import on_meta, whole_shape
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import Part, mark_part, part_of
 
@@ -57,11 +57,7 @@ def _split(
 ) -> Dispatcher:
     """The same for the stacks of one layer, which is called `name` and has the dispatcher `now`."""
     stacks = dict(experts.named_parameters())
-    parts = {key: part_of(stack) for key, stack in stacks.items()}
-    lengths = {
-        key: stack.shape[0] if (part := parts[key]) is None else part.shape[0]
-        for key, stack in stacks.items()
-    }
+    lengths = {key: whole_shape(stack)[0] for key, stack in stacks.items()}
     if len({*lengths.values()}) != 1:
         raise ValueError(
             f"{name}: every parameter must be a stack of the experts, but their "
@@ -72,7 +68,7 @@ def _split(
     if now.count != count:
         raise ValueError(f"{name}: these experts were split before")
     dispatcher = make_dispatcher(count, mesh.group("ep"))
-    if mesh.size("ep") > 1 and not any(parts.values()):
+    if mesh.size("ep") > 1 and not any(map(part_of, stacks.values())):
         _keep(experts, range(dispatcher.first, dispatcher.first + dispatcher.count))
     for key, stack in experts.named_parameters():
         part = part_of(stack)

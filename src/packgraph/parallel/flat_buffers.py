@@ -59,20 +59,12 @@ WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The place of parameter `index` in its span, in elements."""
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class GradientBucketPlan:
-    """One span. size: elements with padding, a multiple of the number of ranks."""
+    """One span. members: numbers of its parameters, and their elements of it. size: elements with
+    padding, a multiple of the number of ranks."""
 
     kind: Hashable
-    members: tuple[Placed, ...]
+    members: tuple[tuple[int, slice], ...]
     size: int
 
 
@@ -89,24 +81,25 @@ def plan_gradient_buckets(
     larger parameter has one of its own); None = never. undivided: kinds of which all parameters lie
     in one span, however many elements they have.
     """
-    open_now: dict[Hashable, list[Placed]] = {}
+    open_now: dict[Hashable, list[tuple[int, slice]]] = {}
     done: list[GradientBucketPlan] = []
     for index in reversed(range(len(sizes))):
         members = open_now.setdefault(kinds[index], [])
-        start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
+        start = _rounded(members[-1][1].stop, ALIGNMENT) if members else 0
         is_full = most is not None and start + sizes[index] > most
         if members and is_full and kinds[index] not in undivided:
             done.append(_closed(kinds[index], members, ranks))
             members, start = [], 0
             open_now[kinds[index]] = members
-        members.append(Placed(index, start, start + sizes[index]))
+        members.append((index, slice(start, start + sizes[index])))
     done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
     # A backward comes to the first parameters last.
-    return sorted(done, key=lambda span: max(-member.index for member in span.members))
+    return sorted(done, key=lambda span: max(-index for index, _ in span.members))
 
 
-def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
-    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
+def _closed(kind: Hashable, members: list[tuple[int, slice]], ranks: int) -> GradientBucketPlan:
+    size = _rounded(members[-1][1].stop, ALIGNMENT * ranks)
+    return GradientBucketPlan(kind, tuple(members), size)
 
 
 def _rounded(count: int, multiple: int) -> int:
@@ -299,7 +292,7 @@ def make_spans(
         sizes = [local_tensor(parameter).numel() for _, parameter in ours]
         of_layers = {found for found in kinds if found.layer is not None}
         plans = plan_gradient_buckets(sizes, kinds, replicas, most, of_layers)
-        of = [kinds[plan.members[0].index] for plan in plans]
+        of = [kinds[plan.members[0][0]] for plan in plans]
         # Experts of which replicas that share layers have one each are whole.
         turns = [
             each.layer if shard != "none" and within[each.copies].shard is not None else None
@@ -310,10 +303,18 @@ def make_spans(
         for plan, each, room in zip(
             plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros, sums), strict=True
         ):
-            chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
+            chosen = [(ours[index], place) for index, place in plan.members]
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
-            sharers = _sharers(each, chosen[0][0][1], ties)
+            first, sharers = chosen[0][0][1], None if each.tied is None else ties[each.tied]
+            if each.shared and each.tied is not None:
+                raise ValueError(
+                    f"{each.tied} is tied to another stage and copied over tensor parallel ranks: "
+                    "split it, as packgraph.parallel.tensor.parallelize does with embedding and "
+                    "head"
+                )
+            if isinstance(first, DTensor) and each.shared:
+                sharers = first.device_mesh.get_group()
             spans.append(
                 _make_bucket(chosen, each, room, group, shares, sharers, moves, sums_apart)
             )
@@ -355,10 +356,9 @@ def _make_rooms(
         for make in (zeros, sums)
     )
     gathers = [shard == "parameters" and turn is not None for turn in turns]
-    ranks = [1 if found is None else found.ranks for found in reading]
     kept = [
-        plan.size // many if gathered and many > 1 else 0
-        for plan, gathered, many in zip(plans, gathers, ranks, strict=True)
+        plan.size // found.ranks if gathered and found is not None else 0
+        for plan, gathered, found in zip(plans, gathers, reading, strict=True)
     ]
     # Two storages: whoever journals writes to gradients must not have to save the parameters with
     # them.
@@ -424,20 +424,6 @@ def _make_bucket(
         room.is_gathered,
         parts,
     )
-
-
-def _sharers(
-    kind: _Kind, parameter: nn.Parameter, ties: Mapping[str, dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
-    """Returns `GradientBucket.sharers`. Raises ValueError for two kinds of ranks to sum over."""
-    if kind.shared and kind.tied is not None:
-        raise ValueError(
-            f"{kind.tied} is tied to another stage and copied over tensor parallel ranks: split "
-            "it, as packgraph.parallel.tensor.parallelize does with embedding and head"
-        )
-    if isinstance(parameter, DTensor) and kind.shared:
-        return parameter.device_mesh.get_group()
-    return None if kind.tied is None else ties[kind.tied]
 
 
 def _part(whole: slice, group: dist.ProcessGroup | None) -> slice:

@@ -93,9 +93,8 @@ class Whereabouts:
 
     def remedy(self) -> str:
         """Message on how to resume."""
-        if self.checkpoint:
-            return f"The last checkpoint is {self.checkpoint}: go on with --resume"
-        return "There is no checkpoint yet: start the run again"
+        last = f"The last checkpoint is {self.checkpoint}: go on with --resume"
+        return last if self.checkpoint else "There is no checkpoint yet: start the run again"
 
 
 class _End(NamedTuple):

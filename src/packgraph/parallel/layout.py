@@ -246,5 +246,4 @@ def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
 
 def powers_of_two(number: int) -> tuple[int, ...]:
     """The powers of two that divide `number`, ascending."""
-    powers = (1 << power for power in range(number.bit_length()))
-    return tuple(power for power in powers if number % power == 0)
+    return tuple(1 << bit for bit in range(number.bit_length()) if number % (1 << bit) == 0)

@@ -153,9 +153,11 @@ class PeerParts:
 def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers | None:
     """The ranks of `group` as peers; None where they are not 2 to 8 GPUs of one host, or the driver
     maps no memory of theirs, which is said. Collective."""
-    if group is None or symmetric_problem(device, dist.get_world_size(group)) is not None:
-        return None
-    if hosts_problem(group) is not None:
+    if (
+        group is None
+        or symmetric_problem(device, dist.get_world_size(group)) is not None
+        or hosts_problem(group) is not None
+    ):
         return None
     made, problem = None, ""
     try:

@@ -479,8 +479,7 @@ def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = F
     place, blocks = mesh.place, mesh.layout.shard_ranks > 0
     ranks = _replica(mesh, blocks) if blocks or not sharded else range(mesh.world)
     return _vote(
-        mesh,
-        f"stage {place['pp']}",
+        f"vote of stage {place['pp']}",
         [rank for rank in ranks if mesh.layout.coordinates(rank)["pp"] == place["pp"]],
         patience,
     )
@@ -492,7 +491,7 @@ def replica_consensus(
     """The same for whole steps: also among the stages of a pipeline. updates: steps hold their
     update, which all replicas make together."""
     ranks = list(range(mesh.world)) if updates else _replica(mesh)
-    return _vote(mesh, "replica", ranks, patience)
+    return _vote("vote of replica", ranks, patience)
 
 
 def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
@@ -508,9 +507,8 @@ def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
 
 def consensus_over(group: dist.ProcessGroup | None) -> Consensus:
     """Among the ranks of `group`; None = this one alone."""
-    ranks = [] if group is None else dist.get_process_group_ranks(group)
-    return alone if len(ranks) < 2 else StoreConsensus("captures", ranks)
+    return _vote("captures", [] if group is None else dist.get_process_group_ranks(group))
 
 
-def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:
-    return alone if len(ranks) == 1 else StoreConsensus(f"vote of {name}", ranks, patience)
+def _vote(name: str, ranks: Sequence[int], patience: float = PATIENCE) -> Consensus:
+    return alone if len(ranks) < 2 else StoreConsensus(name, ranks, patience)

@@ -101,13 +101,7 @@ def replicate(
             "packgraph.replicate wants the module that packgraph.graph returned, not an object of "
             f"type {type(graphed).__name__}"
         )
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce must be 'mean' or 'sum', not {reduce!r}")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "packgraph.replicate needs a process group: start the ranks with torchrun, and call "
-            "torch.distributed.init_process_group('nccl') ('gloo' on CPUs) first"
-        )
+    check_ranks("replicate", reduce)
     group = dist.group.WORLD if group is None else group
     assert group is not None
     check_same_parameters(graphed, group, "replicate")
@@ -414,6 +408,17 @@ class Replicas:
                 member.parameter.grad = None
         if run.reduces:
             self.reduce_gradients()
+
+
+def check_ranks(name: str, reduce: str) -> None:
+    """Raise, for the function `name`, for an unknown way to reduce, and without a process group."""
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce must be 'mean' or 'sum', not {reduce!r}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"packgraph.{name} needs a process group: start the ranks with torchrun, and call "
+            "torch.distributed.init_process_group('nccl') ('gloo' on CPUs) first"
+        )
 
 
 def check_same_parameters(module: nn.Module, group: dist.ProcessGroup, name: str) -> None:

@@ -20,12 +20,17 @@ from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.deferred import Piece, defer, region, values_of
+from packgraph.parallel.deferred import Piece, defer, fill_copies, values_of
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
 from packgraph.parallel.ranks import consensus_over
-from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
+from packgraph.parallel.replicate import (
+    Reduce,
+    broadcast_from_first,
+    check_ranks,
+    check_same_parameters,
+)
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.torch_internals import divide_each, multiply_each, norm_each, zero_each
 
@@ -132,13 +137,7 @@ def shard(
         )
     if keep not in ("parameters", "gradients"):
         raise ValueError(f"keep must be 'parameters' or 'gradients', not {keep!r}")
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce must be 'mean' or 'sum', not {reduce!r}")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "packgraph.shard needs a process group: start the ranks with torchrun, and call "
-            "torch.distributed.init_process_group('nccl') ('gloo' on CPUs) first"
-        )
+    check_ranks("shard", reduce)
     numbers = layers_of(module, layers)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not numbers or (keep == "gradients" and not numbers.keys() & trained):
@@ -236,8 +235,7 @@ class _FromFirst:
         if dist.get_rank(self._group) == 0:
             self._values(self._name, whole)
         dist.broadcast(whole, src=dist.get_global_rank(self._group, 0), group=self._group)
-        for offsets, target in pieces:
-            target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
+        fill_copies(whole, pieces)
 
 
 class Shards:

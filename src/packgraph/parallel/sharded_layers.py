@@ -298,16 +298,10 @@ class ShardedLayers:
 
     def around(self, stages: Iterable[Stage]) -> list[Stage]:
         """All stages of the model, those of each sharded layer between its two."""
-        groups: list[list[Stage]] = []
-        for stage in stages:
-            if groups and groups[-1][0].layer == stage.layer:
-                groups[-1].append(stage)
-            else:
-                groups.append([stage])
         made: list[Stage] = []
-        for group in groups:
-            layer = self.layers.get(group[0].layer)
-            made += group if layer is None else layer.around(group)
+        for number, group in itertools.groupby(stages, key=lambda stage: stage.layer):
+            layer, own = self.layers.get(number), list(group)
+            made += own if layer is None else layer.around(own)
         return made
 
     def put_into(self, module: nn.Module) -> None:

@@ -93,8 +93,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
     T / ranks rows then. Make the optimizer afterwards. Raises ValueError with all reasons when the
     sizes of the model do not divide.
     """
-    float8, problems = _float8_to_split(model), tensor_problems(model.config, mesh.size())
-    problems += [
+    float8 = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and parts_of_layer(name, 2) != (1, 1)
+    }
+    problems = tensor_problems(model.config, mesh.size()) + [
         f"{name}: {problem}"
         for name, layer in float8.items()
         if (problem := layer_problem(layer, *parts_of_layer(name, mesh.size())))
@@ -130,15 +134,6 @@ def parts_of_layer(name: str, ranks: int) -> tuple[int, int]:
     """Over how many of `ranks` inputs and outputs of the linear layer called `name` are split."""
     last = name.rpartition(".")[2]
     return ranks if last in BY_INPUTS else 1, ranks if last in BY_OUTPUTS else 1
-
-
-def _float8_to_split(model: nn.Module) -> dict[str, Float8Linear]:
-    """The layers of `model` in float8 whose matrices are to be split, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Linear) and parts_of_layer(name, 2) != (1, 1)
-    }
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

@@ -24,12 +24,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from packgraph.ops.embedding import PADDING_INDEX, embedding
+from packgraph.ops.linear import autocast
 from packgraph.ops.log_probabilities import (
     gradients_by_chunk,
     linear_log_probabilities,
     log_probability_rows,
 )
-from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
+from packgraph.ops.loss import (
+    IGNORED,
+    head_gradients,
+    is_word,
+    linear_cross_entropy,
+    rows_per_chunk,
+    scaled,
+)
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
@@ -144,9 +152,7 @@ def _operands(hidden: Tensor, weight: DTensor, labels: Tensor) -> tuple[Tensor, 
     autocast's dtype."""
     own = _own_words(weight)
     whole = _everywhere(hidden, weight, labels).to_local(grad_placements=[Partial()])
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        whole, own = whole.to(dtype), own.to(dtype)
+    whole, own = autocast(whole, own)
     return whole, own
 
 
@@ -197,25 +203,17 @@ class _SplitCrossEntropy(torch.autograd.Function):
         want_weight: bool,
     ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight: Tensor | None = None
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
+
+        def gradient(products: Tensor, part: slice) -> Tensor:
             counted = (labels[part] != IGNORED)[:, None]
-            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            logits, slope = _capped((chunk_hidden @ weight.t()).float(), softcap)
+            logits, slope = _capped(products.float(), softcap)
             word = labels[part, None] - first_word
             illegal = torch.where(is_word(labels[part, None], words), 0.0, torch.nan)
-            losses[part], grad_logits = _chunk(logits, word, counted, illegal, group)
-            grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
-            grad_logits = grad_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if want_weight:
-                product = grad_logits.t() @ chunk_hidden
-                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+            losses[part], found = _chunk(logits, word, counted, illegal, group)
+            return (found if slope is None else found.mul_(slope)).to(hidden.dtype)
+
         ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+            *head_gradients(hidden, weight, labels, rows, want_hidden, want_weight, gradient)
         )
         return losses.sum()
 
@@ -234,12 +232,7 @@ def _chunk(
     word: [C, 1], the target as an index into this rank's words where it is one of them. illegal:
     [C, 1], NaN where the label is no rank's word, else 0.
     """
-    _below_highest(logits, group)
-    ours, index = _own_targets(word, counted, logits.shape[1])
-    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
-    exponentials = logits.exp_()
-    sums = torch.cat((exponentials.sum(-1, keepdim=True), target_logit), dim=1)
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    (ours, index), _, exponentials, sums = _sums_of_words(logits, word, counted, group)
     total = sums[:, :1] + illegal
     target_log_probability = sums[:, 1:] - total.log()
     probabilities = exponentials.div_(total)
@@ -251,12 +244,33 @@ def _chunk(
     return -target_log_probability.masked_fill(~counted, 0.0)[:, 0], gradient
 
 
-def _below_highest(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Subtract from each row of `logits` the highest of all ranks' words, in place: [C, 1]."""
+def _sums_of_words(
+    logits: Tensor,
+    word: Tensor,
+    counted: Tensor,
+    group: dist.ProcessGroup,
+    entropy: bool = False,
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """Targets, as `_own_targets`; of all ranks' words the highest logit [C, 1]; the exponentials of
+    logits below it [C, V/tp], written over them; sums of all ranks [C, 2 or 3].
+
+    The sums are of exponentials, of the target's logit (one rank has it), and with `entropy` of
+    exponentials times logits.
+    """
     highest = logits.amax(-1, keepdim=True)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     logits.sub_(highest)
-    return highest
+    ours, index = _own_targets(word, counted, logits.shape[1])
+    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
+    exponentials = logits.exp() if entropy else logits.exp_()
+    parts = [exponentials.sum(-1, keepdim=True), target_logit]
+    if entropy:
+        certain = logits == -torch.inf  # of no such word: 0 * -inf is no number
+        weighted = exponentials.mul_(logits.masked_fill_(certain, 0.0))
+        parts.append(weighted.sum(-1, keepdim=True))
+    sums = torch.cat(parts, dim=1)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    return (ours, index), highest, exponentials, sums
 
 
 def _own_targets(word: Tensor, counted: Tensor, words: int) -> tuple[Tensor, Tensor]:
@@ -326,17 +340,7 @@ def _log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets [C], and what the backward needs to know of all words
     [3, C]. May write over `logits`."""
-    highest = _below_highest(logits, group)
-    ours, index = _own_targets(word, counted, logits.shape[1])
-    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
-    exponentials = logits.exp()
-    parts = [exponentials.sum(-1, keepdim=True), target_logit]
-    if entropy:
-        certain = logits == -torch.inf  # of no such word: 0 * -inf is no number
-        weighted = exponentials.mul_(logits.masked_fill_(certain, 0.0))
-        parts.append(weighted.sum(-1, keepdim=True))
-    sums = torch.cat(parts, dim=1)
-    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    _, highest, _, sums = _sums_of_words(logits, word, counted, group, entropy)
     log_sum = sums[:, 0].log()
     entropies = log_sum - sums[:, 2] / sums[:, 0] if entropy else torch.zeros_like(log_sum)
     return sums[:, 1] - log_sum, torch.stack((highest[:, 0], log_sum, entropies))

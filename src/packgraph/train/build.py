@@ -26,7 +26,7 @@ from packgraph.models.hf import (
     pretrained_config,
 )
 from packgraph.models.hf_config import shape_values
-from packgraph.moe.dispatch.dispatcher import ExpertAssignment
+from packgraph.moe.dispatch.dispatcher import own_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
@@ -78,10 +78,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     if config.hf.path is not None:
         return _live_chunks(config, device, mesh, stages, deferred=parts)
     shared = config.model.experts.enabled and mesh.size("ep") > 1
-    sharing = (
-        ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
-    )
-    mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
+    mine = own_experts(config.model.experts.count, mesh.group("ep")) if shared else None
     models = _build(config, device, stages, ranks * chunks, mine, deferred=parts)
     return _spread(models, config, mesh)
 

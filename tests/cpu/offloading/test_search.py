@@ -132,13 +132,13 @@ def test_candidates_are_legal_and_follow_from_the_trace_alone(
     movable = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     for few in (0, 5):
         found = candidates(trace, movable, few)
-        pairs = [found[place] for place in range(len(found))]
+        pairs = list(zip(map(tuple, found[0].tolist()), found[1].tolist(), strict=True))
         assert len(pairs) == len(set(pairs)) and pairs[0][0] == (False,) * count
         assert all(may or not moved for moves, _ in pairs for may, moved in zip(movable, moves))
         most = tuple(may and group.bytes > 0 for may, group in zip(movable, trace.groups))
         assert most in {moves for moves, _ in pairs}
         again = candidates(replace(trace, slots=trace.slots + 1, other_bytes=5), movable, few)
-        assert [again[place] for place in range(len(again))] == pairs
+        assert [part.tolist() for part in again] == [part.tolist() for part in found]
 
 
 @pytest.mark.parametrize("slots", [1, 4])

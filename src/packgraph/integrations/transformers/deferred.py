@@ -22,9 +22,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from packgraph.models.hf import FLOATS, named, open_tensors, split_experts, tensor_files
-from packgraph.models.values import StoredBox, box_of, fill_copies, fill_stored
+from packgraph.models.values import StoredBox, box_of, fill_stored
 from packgraph.parallel.deferred import (
     defer,
+    fill_copies,
     set_aside,
     values_of,
 )

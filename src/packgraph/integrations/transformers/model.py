@@ -54,7 +54,14 @@ from packgraph.ops.log_probabilities import (
     linear_log_probabilities,
     naive_log_probabilities,
 )
-from packgraph.ops.loss import IGNORED, check_count, is_word, linear_cross_entropy, token_count
+from packgraph.ops.loss import (
+    IGNORED,
+    check_count,
+    is_word,
+    linear_cross_entropy,
+    step_count,
+    token_count,
+)
 from packgraph.ops.names import NATIVE
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.tensor import own_rows
@@ -368,10 +375,8 @@ class PackedModel(SharedRows, nn.Module):
                 total = torch.stack((total, (logits.argmax(-1) == labels).sum().float()))
         if output != "loss":
             return total
-        tokens = token_count(labels) if tokens_in_step is None else tokens_in_step
-        if hits:
-            return torch.stack((total[0] / tokens.clamp(min=1), total[1]))
-        return total / tokens.clamp(min=1)
+        tokens = step_count(tokens_in_step, labels)
+        return torch.stack((total[0] / tokens, total[1])) if hits else total / tokens
 
     def _split_head(
         self, hidden: Tensor, weight: DTensor, labels: Tensor, output: Output

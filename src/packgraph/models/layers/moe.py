@@ -42,7 +42,7 @@ from packgraph.moe.stash.stash import Stash, stashed_experts
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.linear import linear_layer
-from packgraph.ops.loss import token_count
+from packgraph.ops.loss import step_count, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.tensor import own_rows, whole_rows
 
@@ -159,7 +159,9 @@ class MoEBlock(Dispatching):
                     self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
             loss = self._loss(logits, scored.scores, scored.routing.experts, state, ~padding)
             if loss is not None:
-                found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
+                of_step = step_count(state["tokens_in_step"], batch.labels)
+                share = token_count(batch.labels) / of_step  # of the loss tokens
+                found["hidden"] = attach(state["hidden"], loss, share)
         return found
 
     def _loss(
@@ -223,14 +225,6 @@ class MoEBlock(Dispatching):
         if "moe_shared" in state:
             branch = branch + state["moe_shared"]
         return {key: value for key, value in state.items() if key not in BETWEEN}, branch
-
-
-def share_of_step(state: State) -> Tensor:
-    """This microbatch's part of the loss tokens of its step: float32 [] on the device."""
-    own = token_count(state["batch"].labels)
-    tokens = state["tokens_in_step"]
-    total = own if tokens is None else tokens
-    return own / total.clamp(min=1)
 
 
 def moe_blocks(chunks: Sequence[nn.Module]) -> list[MoEBlock]:

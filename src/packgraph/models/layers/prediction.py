@@ -91,8 +91,7 @@ class LossSums(nn.Module):
 
 def make_layer(config: DecoderConfig, index: int) -> DecoderLayer:
     """Layer `index` of a decoder; from `config.num_layers` on those of multi-token prediction."""
-    kind = DecoderLayer if index < config.num_layers else PredictionLayer
-    return kind(config, index)
+    return (DecoderLayer if index < config.num_layers else PredictionLayer)(config, index)
 
 
 def ahead(values: Tensor, document_ids: Tensor, steps: int, fill: int | bool) -> Tensor:

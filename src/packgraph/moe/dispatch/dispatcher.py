@@ -12,13 +12,12 @@ protocol.
 A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between
 dispatch and combine a rank holds `ExpertRows`.
 
-Experts of a layer are shared in equal parts in order (`ExpertAssignment`): expert e is on rank
+Experts of a layer are shared in equal parts in order (`own_experts`): expert e is on rank
 e // (E / ranks).
 """  # noqa: E501
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,37 +28,17 @@ from torch import Tensor, nn
 from packgraph.moe.permute import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 
-@dataclass(frozen=True)
-class ExpertAssignment:
-    """num_experts: of the layer. ranks: that share them; rank: of this process among them."""
-
-    num_experts: int
-    ranks: int
-    rank: int
-
-    @staticmethod
-    def over(num_experts: int, group: dist.ProcessGroup | None) -> "ExpertAssignment":
-        """The experts of a layer shared by the ranks of `group`; None = this process has all.
-        Raises ValueError."""
-        ranks, rank = (
-            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+def own_experts(num_experts: int, group: dist.ProcessGroup | None) -> range:
+    """This rank's experts of a layer, which the ranks of `group` share; None = this process has
+    all. Raises ValueError when the ranks cannot share them equally."""
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if num_experts % ranks:
+        raise ValueError(
+            f"{num_experts} experts cannot be shared equally by {ranks} ranks: parallel.ep "
+            "must divide their number"
         )
-        if num_experts % ranks:
-            raise ValueError(
-                f"{num_experts} experts cannot be shared equally by {ranks} ranks: parallel.ep "
-                "must divide their number"
-            )
-        return ExpertAssignment(num_experts, ranks, rank)
-
-    @property
-    def count(self) -> int:
-        """Experts of each rank."""
-        return self.num_experts // self.ranks
-
-    @property
-    def first(self) -> int:
-        """The first expert of this rank."""
-        return self.rank * self.count
+    count = num_experts // ranks
+    return range(rank * count, (rank + 1) * count)
 
 
 class Routing(NamedTuple):
@@ -86,18 +65,18 @@ class Dispatcher(ABC):
     """One layer's way of moving tokens. group: the ranks that share its experts, in order; None =
     this process.
 
-    num_experts: of the layer over all ranks; first, count: those of this rank. why_not: by stage
-    name, why a stage cannot be captured: the host waits in it; empty where every shape follows from
-    T alone.
+    num_experts: of the layer over all ranks; first, count: those of this rank. ranks: that share
+    them. why_not: by stage name, why a stage cannot be captured: the host waits in it; empty where
+    every shape follows from T alone.
     """
 
     why_not: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
         """Raises ValueError when the ranks cannot share the experts equally."""
-        self._sharing, self.group = ExpertAssignment.over(num_experts, group), group
-        self.num_experts, self.first = num_experts, self._sharing.first
-        self.count = self._sharing.count
+        mine = own_experts(num_experts, group)
+        self.num_experts, self.group = num_experts, group
+        self.first, self.count, self.ranks = mine.start, len(mine), num_experts // len(mine)
 
     @abstractmethod
     def preprocess(self, routing: Routing) -> Any:

@@ -144,7 +144,7 @@ class HostSplitsDispatcher(Dispatcher):
     def preprocess(self, routing: Routing) -> HostSplitsPlan:
         """Exchange and read the counts. The host waits for the device."""
         departures = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
-        counts = count_rows(departures.offsets).view(self._sharing.ranks, self.count)
+        counts = count_rows(departures.offsets).view(self.ranks, self.count)
         (arriving,) = exchange((counts,), self.group)
         send, receive = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
         sent, received = (max(1, sum(rows)) for rows in (send, receive))
@@ -204,7 +204,7 @@ class _Budgeted(Dispatcher):
     @property
     def most_factor(self) -> float:
         """The factor that always suffices: one rank gets everything."""
-        return float(self._sharing.ranks)
+        return float(self.ranks)
 
 
 class PaddedPlan(NamedTuple):
@@ -238,11 +238,11 @@ class PaddedDispatcher(_Budgeted):
 
     def room(self, pairs: int) -> int:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
-        return rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
+        return rounded(min(math.ceil(pairs * self.factor / self.ranks), pairs))
 
     def preprocess(self, routing: Routing) -> PaddedPlan:
         """The plan of both buffers; exchanges the ends of experts. No host sync."""
-        ranks, room = self._sharing.ranks, self.room(routing.experts.numel())
+        ranks, room = self.ranks, self.room(routing.experts.numel())
         ordered = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
         departures, ends, needed = _depart(routing.experts, ordered, ranks, room)
         (arriving,) = exchange((ends,), self.group)
@@ -269,13 +269,11 @@ class PaddedDispatcher(_Budgeted):
 
     def overflow(self, plan: PaddedPlan) -> Tensor:
         """Number of rows beyond C that this rank has for some rank: int64 []."""
-        return (plan.needed - plan.departures.pair_of_row.numel() // self._sharing.ranks).clamp(
-            min=0
-        )
+        return (plan.needed - plan.departures.pair_of_row.numel() // self.ranks).clamp(min=0)
 
     def demand(self, plan: PaddedPlan) -> Tensor:
         pairs = plan.departures.row_of_pair.numel()
-        wanted = (plan.needed * (1000 * self._sharing.ranks) + pairs - 1) // pairs
+        wanted = (plan.needed * (1000 * self.ranks) + pairs - 1) // pairs
         return torch.where(self.overflow(plan) > 0, wanted, 0)
 
 
@@ -337,7 +335,7 @@ class SymmetricDispatcher(_Budgeted):
 
     def room(self, pairs: int) -> int:
         """R, the rows of this rank's experts, for T * k = `pairs` routed pairs on every rank."""
-        return rows_for(pairs, self.factor, self._sharing.ranks)
+        return rows_for(pairs, self.factor, self.ranks)
 
     def preprocess(self, routing: Routing) -> PeerReadPlan:
         """The row of every pair; exchanges the chosen experts. No host sync. Raises ValueError when
@@ -352,8 +350,8 @@ class SymmetricDispatcher(_Budgeted):
         return plan_peer_read(
             routing.experts,
             self.num_experts,
-            self._sharing.ranks,
-            self._sharing.rank,
+            self.ranks,
+            self.first // self.count,
             room,
             self.buffers.group,
         )

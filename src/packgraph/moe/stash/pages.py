@@ -89,13 +89,14 @@ class Pages:
         self.state = self._initial.clone()
 
     def reset(self) -> None:
-        """All pages are free again. What is in flight is lost, overflow flag and marks stay. No
-        host sync."""
+        """All pages are free again: for the beginning of a step, when nothing is in flight. What is
+        in flight is lost, overflow flag and marks stay. No host sync."""
         self.state[EPOCH] += 1
         self.state[DEMAND:].copy_(self._initial[DEMAND:])
 
     def clear(self) -> None:
-        """Forget the overflow flag and the marks. No host sync."""
+        """Forget the overflow flag and the marks: once somebody has read them and acted on them. No
+        host sync."""
         self.state[: SPILLED_HI + 1].zero_()
 
 

@@ -25,7 +25,7 @@ all layers and microbatches.
   stand beside each other else.
 * Pages go back when both backwards have run. A forward without backward, or a backward that is
   asked for what follows the first product alone (`torch.autograd.grad` of down_proj, say), keeps
-  its pages until the next `reset`, which belongs at the beginning of every step.
+  its pages until the next `Pages.reset`, which belongs at the beginning of every step.
 * What a compiler may do with it: forward and backward are traced into one graph, which is then cut
   in two. That rows are taken in the backward, and not in the forward to be kept there, is data: a
   take waits for a gradient (`after`). Rows of the first product come back when the second one's
@@ -135,31 +135,21 @@ class Stash:
         return sum(memory.nbytes for column in self.buffers.values() for memory in column)
 
     def overflow_flag(self) -> Tensor:
-        """Returns whether something did not fit since the last `clear`: bool [], on the device, a
+        """Returns whether something did not fit since `Pages.clear`: bool [], on the device, a
         tensor of its own."""
         return self.pages.state[OVERFLOW] != 0
 
     def need_hi(self) -> Tensor:
-        """Most pages that were in demand at once since the last `clear`, there or not: int64 []."""
+        """Most pages that were in demand at once since `Pages.clear`, there or not: int64 []."""
         return self.pages.state[NEED_HI].clone()
 
     def spilled_hi(self) -> Tensor:
-        """Most host pages in use at once since the last `clear`: int64 []."""
+        """Most host pages in use at once since `Pages.clear`: int64 []."""
         return self.pages.state[SPILLED_HI].clone()
 
     def in_use(self) -> Tensor:
         """Pages in demand now: int64 []. 0 when every forward has had its backward."""
         return self.pages.state[DEMAND].clone()
-
-    def reset(self) -> None:
-        """All pages are free again: for the beginning of a step, when nothing is in flight. The
-        overflow flag stays."""
-        self.pages.reset()
-
-    def clear(self) -> None:
-        """Forget overflow flag and high-water marks: once somebody has read them and acted on
-        them."""
-        self.pages.clear()
 
     def memory(self, columns: Sequence[Column]) -> tuple[list[Tensor], list[Tensor]] | None:
         """The pages for a layer's tensors of these columns, in order: on the device, and on the

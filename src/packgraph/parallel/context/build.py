@@ -163,8 +163,7 @@ class ContextAssignment:
         self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]
     ) -> None:
         self.lengths, self.request, self.chain = lengths, request, tuple(chain)
-        self.rows: dict[int, OpenRow] = {}
-        self._opened = 0
+        self.rows: list[OpenRow] = []
         self.loads = [0.0] * request.world
         self.used = [0] * request.world
         self.row_of: dict[int, OpenRow] = {}
@@ -176,9 +175,9 @@ class ContextAssignment:
 
     def open(self, size: int, first: int) -> OpenRow:
         """A new empty row on the block of `size` ranks from `first`."""
-        row = OpenRow(self._opened, size, first, size * self.request.tokens, self.request.places[0])
-        self.rows[row.number] = row
-        self._opened += 1
+        room, places = size * self.request.tokens, self.request.places[0]
+        row = OpenRow(len(self.rows), size, first, room, places)
+        self.rows.append(row)
         for rank in range(first, first + size):
             self.used[rank] += 1
         self._add(row, self.empty_us[size])
@@ -193,8 +192,10 @@ class ContextAssignment:
 
     def put(self, document: int, row: OpenRow) -> None:
         """Add a document to a row that has room for it."""
-        self._unshelve(row)
-        length = self.lengths[document]
+        length, shelf = self.lengths[document], self.shelves[row.size, row.first]
+        place = bisect_left(shelf, (row.room, row.number))
+        if place < len(shelf) and shelf[place] == (row.room, row.number):
+            del shelf[place]
         added = self.pair_us[row.size] * length * length + self.step_us(row)
         if len(row.documents) == row.places:
             row.places = self.request.places_for(row.places + 1)
@@ -203,29 +204,12 @@ class ContextAssignment:
         row.pairs += length * length
         self.row_of[document] = row
         self._add(row, added)
-        self._shelve(row)
-
-    def nodes(self) -> list[Node]:
-        """All blocks, larger ones first."""
-        return [
-            (size, first)
-            for size in reversed(self.chain)
-            for first in range(0, self.request.world, size)
-        ]
+        if row.room and len(row.documents) < self.request.places[-1]:
+            insort(shelf, (row.room, row.number))
 
     def _add(self, row: OpenRow, microseconds: float) -> None:
         for rank in range(row.first, row.first + row.size):
             self.loads[rank] += microseconds
-
-    def _shelve(self, row: OpenRow) -> None:
-        if row.room and len(row.documents) < self.request.places[-1]:
-            insort(self.shelves[row.size, row.first], (row.room, row.number))
-
-    def _unshelve(self, row: OpenRow) -> None:
-        shelf = self.shelves[row.size, row.first]
-        place = bisect_left(shelf, (row.room, row.number))
-        if place < len(shelf) and shelf[place] == (row.room, row.number):
-            del shelf[place]
 
 
 def build(
@@ -243,7 +227,13 @@ def build(
 def fill(assignment: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Add documents, in this order, to rows that there are; returns those that no row has room
     for."""
-    nodes, left = assignment.nodes(), []
+    # All blocks, larger ones first.
+    nodes = [
+        (size, first)
+        for size in reversed(assignment.chain)
+        for first in range(0, assignment.request.world, size)
+    ]
+    left = []
     for document in documents:
         row = _earliest(assignment, assignment.lengths[document], nodes)
         if row is None:

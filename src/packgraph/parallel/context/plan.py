@@ -72,7 +72,7 @@ def lower_bound(
     rows = request.world * microsteps * least + _groups(
         _long(lengths, request), request, {size: alone[size] - least for size in request.sizes}
     )
-    bare = min(cost.base_us(size, tokens) for size in request.sizes)
+    bare = min(cost.row_us(size, tokens, 0, 0.0) for size in request.sizes)
     # Every document has a place of its own: its c ranks together pay c · place_us(c), least for the
     # smallest groups.
     places = len(lengths) * min(size * cost.place_us(size, tokens) for size in request.sizes)
@@ -350,7 +350,7 @@ def _microsteps(assignment: ContextAssignment, microsteps: int) -> tuple[tuple[R
     first."""
     smallest, request = assignment.chain[0], assignment.request
     rows: list[OpenRow] = []
-    for row in assignment.rows.values():
+    for row in assignment.rows:
         # A group without documents is as many groups of the smallest size, which exchange least.
         rows += (
             [row]

@@ -107,10 +107,6 @@ class ContextCost:
         counts = self.counts(size, tokens, places, pairs)
         return sum((getattr(self, name) * count for name, count in counts.items()), start=0.0)
 
-    def base_us(self, size: int, tokens: int) -> float:
-        """Part of the cost that does not depend on documents."""
-        return self.row_us(size, tokens, 0, 0.0)
-
     def place_us(self, size: int, tokens: int) -> float:
         """A place for a document."""
         counts = self.counts(size, tokens, 1, 0.0)

@@ -31,7 +31,11 @@ def split_layers(costs: Sequence[float], stages: int, head_cost: float = 0) -> t
             f"{len(costs)} layers cannot be cut into {stages} stages: every stage needs a layer"
         )
     sums = list(itertools.accumulate([*costs[:-1], costs[-1] + head_cost], initial=0))
-    bound = _slowest(sums, stages)
+    candidates = sorted({end - start for start, end in itertools.combinations(sums, 2)})
+    # The least cost that the costliest stage can have.
+    bound = candidates[
+        bisect_left(candidates, True, key=lambda bound: _stages_needed(sums, bound) <= stages)
+    ]
     best: dict[int, tuple[Key, tuple[int, ...]]] = {
         0: ((0, ()), ())
     }  # by the layers that are cut so far
@@ -42,18 +46,9 @@ def split_layers(costs: Sequence[float], stages: int, head_cost: float = 0) -> t
     return tuple(itertools.starmap(range, itertools.pairwise(starts)))
 
 
-def _slowest(sums: Sequence[float], stages: int) -> float:
-    """The least cost that the costliest of so many stages can have. sums: of the costs before each
-    layer; of all."""
-    candidates = sorted({end - start for start, end in itertools.combinations(sums, 2)})
-    return candidates[
-        bisect_left(candidates, True, key=lambda bound: _stages_needed(sums, bound) <= stages)
-    ]
-
-
 def _stages_needed(sums: Sequence[float], bound: float) -> float:
-    """The fewest stages of which none costs more than `bound`; infinite where one layer alone
-    does."""
+    """The fewest stages of which none costs more than `bound`; infinite where one layer alone does.
+    sums: of the costs before each layer; of all."""
     needed, start = 1, 0
     for layer in range(len(sums) - 1):
         if sums[layer + 1] - sums[layer] > bound:

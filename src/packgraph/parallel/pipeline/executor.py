@@ -13,6 +13,7 @@ what they are going to run.
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
 import weakref
@@ -43,7 +44,7 @@ from packgraph.parallel.pipeline.schedule import (
     make_schedule,
     slot_counts,
 )
-from packgraph.parallel.ranks import gather_numbers, unanimous
+from packgraph.parallel.ranks import everywhere, gather_numbers, unanimous
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
@@ -158,13 +159,12 @@ class Pipeline:
     hidden [T, width]) in the others; returns hidden states, or the loss in the last stage. width,
     dtype: of the hidden states. row_parts: ranks that share the rows of the hidden states (context
     parallel, and tensor parallel with sequence); each has T // row_parts of them. rank_rows: how
-    many each has of any row, where the ranks that share it change. group: microbatch group size of
-    the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and
-    receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
-    that does not fit into the bank, or cannot be captured on every rank, runs by the chunks'
-    graphs, counted in `step_stats`. updates: those graphs hold the update of the weights, too, and
-    are those of `update_step`. agreement: of all ranks that replay a whole step together, None =
-    the ranks of this pipeline.
+    many each has of any row, where the ranks that share it change. whole_steps: capture the rank's
+    whole schedule, with its sends and receives, as one graph per combination of microbatch shapes
+    (granularity `step`); a combination that does not fit into the bank, or cannot be captured on
+    every rank, runs by the chunks' graphs, counted in `step_stats`. updates: those graphs hold the
+    update of the weights, too, and are those of `update_step`. agreement: of all ranks that replay
+    a whole step together, None = the ranks of this pipeline.
 
     Attributes:
         whole: Graphs of whole steps; None where there are none.
@@ -177,7 +177,6 @@ class Pipeline:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        group: int | None = None,
         whole_steps: bool = False,
         row_parts: int = 1,
         rank_rows: int | None = None,
@@ -186,7 +185,7 @@ class Pipeline:
     ) -> None:
         self.chunks, self.links = [control(chunk) for chunk in chunks], links
         self.width, self.dtype, self.device = width, dtype, device
-        self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
+        self.row_parts, self.rank_rows = row_parts, rank_rows
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.capturer.lends = True
@@ -207,20 +206,22 @@ class Pipeline:
         )
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
-        self._rows: dict[int, tuple[Op, ...]] = {}
+        ranks, rank = links.size, links.rank
+        slots = slot_counts(ranks, len(chunks))
+        # This rank's row for a number of microbatches.
+        self._row: Callable[[int], tuple[Op, ...]] = functools.cache(
+            lambda count: make_rows(make_schedule(ranks, len(chunks), count), slots)[rank]
+        )
         self._flights: dict[Place, InFlight] = {}
         self._leaving: list[deque[InFlight]] = [deque() for _ in self.chunks]
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
         self.whole: GraphedStep | None = None
-        if whole_steps:
-            self.whole = self._graphed_step(agreement or unanimous(links.control))
-            self.whole.all_agree = agreement is not None or links.connects_all
-
-    def _graphed_step(self, agreement: Agreement) -> GraphedStep:
+        if not whole_steps:
+            return
         this = weakref.proxy(self)  # which has the step: else a cycle, with all chunks in it
-        made = GraphedStep(
+        self.whole = GraphedStep(
             [chunk.module for chunk in self.chunks],
             lambda *arguments, is_dry_run: this.run_plainly(*arguments, is_dry_run=is_dry_run),
             self.chunks[0].capture_backend,
@@ -229,8 +230,8 @@ class Pipeline:
             copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
             finish=lambda loss: this.finish(loss),
         )
-        made.agreement = agreement
-        return made
+        self.whole.agreement = agreement or unanimous(links.control)
+        self.whole.all_agree = agreement is not None or links.connects_all
 
     @property
     def step_stats(self) -> Stats | None:
@@ -251,13 +252,11 @@ class Pipeline:
         rank, all ranks run eagerly from here on (the reason is counted); returns whether all
         captures succeeded everywhere.
         """
-        failed = 0
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
             chunk.build(
                 [self.sample_arguments(index, batch) for batch in samples], count, watch=watch
             )
-            failed += chunk.failures
-        if any(count for (count,) in gather_numbers(self.links.control, [failed])):
+        if not everywhere(self.links.control, not any(chunk.failures for chunk in self.chunks)):
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
@@ -500,15 +499,6 @@ class Pipeline:
             for batch in batches:
                 module.begin(*self._arguments(stage, batch, tokens))
 
-    def _row(self, microbatches: int) -> tuple[Op, ...]:
-        if microbatches not in self._rows:
-            ranks, chunks = self.links.size, len(self.chunks)
-            schedule = make_schedule(ranks, chunks, microbatches, self.group)
-            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[
-                self.links.rank
-            ]
-        return self._rows[microbatches]
-
     def _stage(self, chunk: int) -> int:
         return chunk * self.links.size + self.links.rank
 
@@ -533,9 +523,8 @@ class Pipeline:
         self, stage: int, batch: PackedBatch, tokens: torch.Tensor
     ) -> tuple[object, ...]:
         """A call's arguments, with a stand-in for received activations."""
-        if stage == 0:
-            return batch, tokens
-        return batch, tokens, self._like(batch).detach().requires_grad_()
+        hidden = () if stage == 0 else (self._like(batch).detach().requires_grad_(),)
+        return batch, tokens, *hidden
 
     def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> InFlight:
         """A flight with its slot, for which older flights have to leave if all slots are in use."""

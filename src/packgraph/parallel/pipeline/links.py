@@ -129,14 +129,15 @@ def make_links(mesh: Mesh) -> Links:
     """The links of this process's pipeline. Collective: every process of the mesh calls it."""
     if mesh.size("pp") == 1:
         return Links([mesh.rank], {}, None, None)
-    mine = None
+    mine, size = None, mesh.size("pp")
     for ranks in pipelines(mesh):
-        size = len(ranks)
-        groups = {}
-        for direction, step in STEPS.items():
-            for place in range(size):
-                ends = sorted((ranks[place], ranks[(place + step) % size]))
-                groups[f"{direction} from {place}"] = dist.new_group(ends)
+        groups = {
+            f"{direction} from {place}": dist.new_group(
+                sorted((rank, ranks[(place + step) % size]))
+            )
+            for direction, step in STEPS.items()
+            for place, rank in enumerate(ranks)
+        }
         everyone, control = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
         if mesh.rank in ranks:
             mine = Links(ranks, groups, everyone, control)

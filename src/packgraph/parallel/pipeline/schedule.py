@@ -53,8 +53,9 @@ are there and its receiver has a slot, so waiting does not make a step longer.
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 Kind = Literal["F", "B"]
@@ -212,32 +213,17 @@ def simulate(
     if errors:
         raise ValueError("this schedule cannot run:\n  - " + "\n  - ".join(errors))
     factors = [1.0] * schedule.microbatches if microbatch_costs is None else list(microbatch_costs)
-    done: dict[Action, float] = {}
-    starts: list[list[float]] = [[] for _ in schedule.rows]
-    ends: list[list[float]] = [[] for _ in schedule.rows]
-    moving = True
-    while moving:
-        moving = False
-        for rank, row in enumerate(schedule.rows):
-            while len(ends[rank]) < len(row):
-                action = row[len(ends[rank])]
-                sources = needed(schedule, action)
-                if any(source not in done for source in sources):
-                    break
-                far = [
-                    done[source] + (transfer_cost if schedule.rank_of(source.stage) != rank else 0)
-                    for source in sources
-                ]
-                start = max([*far, *ends[rank][-1:], 0])
-                cost = forward_cost if action.kind == "F" else backward_cost
-                starts[rank].append(start)
-                ends[rank].append(start + cost * factors[action.microbatch])
-                done[action] = ends[rank][-1]
-                moving = True
-    waiting = [[action for action in row if action not in done] for row in schedule.rows]
+
+    def cost(action: Action) -> float:
+        base = forward_cost if action.kind == "F" else backward_cost
+        return base * factors[action.microbatch]
+
+    enough = [[len(row)] * schedule.chunks for row in schedule.rows]
+    line = _TimeLine(schedule, enough, cost, transfer_cost)
+    waiting = [row[len(line.ends[rank]) :] for rank, row in enumerate(schedule.rows)]
     if any(waiting):
         raise ValueError(_deadlock(schedule, waiting))
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return Timeline(schedule, tuple(map(tuple, line.starts)), tuple(map(tuple, line.ends)))
 
 
 def needed(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -349,76 +335,69 @@ def receiver_of(schedule: Schedule, action: Action) -> Action | None:
 
 
 def make_rows(schedule: Schedule, slots: Sequence[Sequence[int]]) -> Rows:
-    """The rows of `schedule` with their transfers. slots: [rank][chunk], as by `slot_counts`.
+    """The rows of `schedule` with their transfers, in the order of a simulation where forwards take
+    1, backwards 2, transfers nothing. slots: [rank][chunk], as by `slot_counts`.
 
     Raises ValueError naming what each rank waits for, when there are too few slots or the schedule
     cannot run.
     """
-    return _TimeLine(schedule, slots).rows()
+    line = _TimeLine(schedule, slots, lambda action: 1 if action.kind == "F" else 2)
+    waiting = [
+        f"rank {rank} stays at {row[len(ends)]}"
+        for rank, (row, ends) in enumerate(zip(schedule.rows, line.ends, strict=True))
+        if len(ends) < len(row)
+    ]
+    if waiting:
+        raise ValueError("this schedule cannot run with these slots: " + ", ".join(waiting))
+    return tuple(map(tuple, line.order))
 
 
 class _TimeLine:
-    """The simulation that puts everything into one order: forwards take 1, backwards 2, transfers
-    nothing."""
+    """The simulation that puts everything into one order. `order`, `starts`, `ends`: by rank; those
+    of actions that cannot run are missing."""
 
-    def __init__(self, schedule: Schedule, slots: Sequence[Sequence[int]]) -> None:
-        self.schedule = schedule
+    def __init__(
+        self,
+        schedule: Schedule,
+        slots: Sequence[Sequence[int]],
+        cost: Callable[[Action], float],
+        transfer_cost: float = 0,
+    ) -> None:
+        self.schedule, self.transfer_cost = schedule, transfer_cost
         self.free = [list(counts) for counts in slots]
         self.done: set[Action] = set()
-        self.received: set[Action] = set()
+        self.arrivals: dict[Action, float] = {}  # of what an action needs from another rank
         # Activations that wait for a slot, by the rank and chunk that shall receive them.
         self.unsent: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
-        self.position = [0] * schedule.ranks
-        self.running: list[Action | None] = [None] * schedule.ranks
-        self.ends: list[tuple[float, int]] = []
-        self.order: list[list[Op]] = [[] for _ in range(schedule.ranks)]
-
-    def rows(self) -> Rows:
-        self._start(0.0)
-        while self.ends:
-            now, rank = heapq.heappop(self.ends)
-            self._finish(rank)
-            if (
-                not self.ends or self.ends[0][0] > now
-            ):  # first all that end now: their transfers come before new runs
-                self._start(now)
-        waiting = [
-            row[place] if place < len(row) else None
-            for place, row in zip(self.position, self.schedule.rows, strict=True)
-        ]
-        if any(waiting):
-            raise ValueError(
-                "this schedule cannot run with these slots: "
-                + ", ".join(
-                    f"rank {rank} stays at {action}"
-                    for rank, action in enumerate(waiting)
-                    if action is not None
-                )
-            )
-        return tuple(map(tuple, self.order))
-
-    def _start(self, now: float) -> None:
-        for rank, row in enumerate(self.schedule.rows):
-            if self.running[rank] is None and self.position[rank] < len(row):
-                action = row[self.position[rank]]
-                if self._can_start(rank, action):
-                    self.running[rank] = action
-                    self.position[rank] += 1
-                    heapq.heappush(self.ends, (now + (1 if action.kind == "F" else 2), rank))
+        self.order: list[list[Op]] = [[] for _ in schedule.rows]
+        self.starts: list[list[float]] = [[] for _ in schedule.rows]
+        self.ends: list[list[float]] = [[] for _ in schedule.rows]
+        # Ends of actions, by rank; number of ranks = something arrives.
+        self.events = [(0.0, schedule.ranks)]
+        while self.events:
+            self.now, rank = heapq.heappop(self.events)
+            if rank < schedule.ranks:
+                self.ends[rank].append(self.now)
+                self._finish(rank, schedule.rows[rank][len(self.ends[rank]) - 1])
+            if self.events and self.events[0][0] <= self.now:
+                continue  # first all that end now: their transfers come before new runs
+            for rank, row in enumerate(schedule.rows):
+                place = len(self.starts[rank])
+                is_idle = place == len(self.ends[rank]) < len(row)
+                if is_idle and self._can_start(rank, row[place]):
+                    self.starts[rank].append(self.now)
+                    heapq.heappush(self.events, (self.now + cost(row[place]), rank))
 
     def _can_start(self, rank: int, action: Action) -> bool:
         sources = needed(self.schedule, action)
         sent = [source for source in sources if receiver_of(self.schedule, source) == action]
         if any(source not in self.done for source in sources) or (
-            sent and action not in self.received
+            sent and self.arrivals.get(action, inf) > self.now
         ):
             return False
         return action.kind == "B" or bool(sent) or self._take_slot(rank, action)
 
-    def _finish(self, rank: int) -> None:
-        action = self.running[rank]
-        assert action is not None
-        self.running[rank] = None
+    def _finish(self, rank: int, action: Action) -> None:
         self.done.add(action)
         self.order[rank].append(Op("RUN", action))
         receiver = receiver_of(self.schedule, action)
@@ -450,6 +429,7 @@ class _TimeLine:
         return has_slot
 
     def _transfer(self, action: Action, receiver: Action) -> None:
-        self.received.add(receiver)
+        self.arrivals[receiver] = self.now + self.transfer_cost
+        heapq.heappush(self.events, (self.arrivals[receiver], self.schedule.ranks))
         self.order[self.schedule.rank_of(action.stage)].append(Op("SEND", action))
         self.order[self.schedule.rank_of(receiver.stage)].append(Op("RECV", receiver))

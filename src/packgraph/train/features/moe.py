@@ -255,7 +255,7 @@ class Overflow:
         """Before a step: pages that nobody brings back (of an evaluation, of a step that failed)
         are free again."""
         if self._stash is not None:
-            self._stash.reset()
+            self._stash.pages.reset()
 
     @torch.no_grad()
     def make_room(self, whole: bool = False) -> str:

@@ -107,7 +107,7 @@ def test_pages_of_a_backward_of_the_second_product_alone_come_back_at_the_next_r
     made = stashed_experts(experts, values, weights, ends, stash)
     torch.autograd.grad(made, [experts.down_proj], gradient)
     assert stash.in_use() == 2
-    stash.reset()
+    stash.pages.reset()
     assert stash.in_use() == 0
     stashed_experts(experts, values, weights, ends, stash).backward(gradient)
     assert stash.in_use() == 0 and not stash.overflow_flag()

@@ -203,7 +203,7 @@ def in_order(schedule, models, stash, steps):
     trace = []
     for _ in range(steps):
         if stash is not None:
-            stash.reset()
+            stash.pages.reset()
         inputs = [[toy_inputs(10) for _ in range(schedule.microbatches)] for _ in models]
         outs = {}
         for action in schedule.rows[0]:
@@ -257,7 +257,7 @@ def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
     def run_of(model):
         def run(*pairs):
             if model.stash is not None:
-                model.stash.reset()
+                model.stash.pages.reset()
             first, second, third = (toy_loss(model(ids, x)) for ids, x in pairs)
             second.backward()
             first.backward()
@@ -318,7 +318,7 @@ def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):
         and small.need_hi().item() == need
         and small.in_use().item() == 0
     )
-    small.reset()
+    small.pages.reset()
     assert small.overflow_flag().item(), "a verdict stays until somebody has read it"
     small.allocate(need)
     x.grad = None
@@ -338,7 +338,7 @@ def test_forwards_without_backward_keep_their_pages_until_the_reset():
     held = stash.in_use().item()
     del out
     assert held > 0 and stash.in_use().item() == held
-    stash.reset()
+    stash.pages.reset()
     assert stash.in_use().item() == 0
 
 
@@ -349,7 +349,7 @@ def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
     buffers = [stash.buffers[torch.float32, WIDTH][0]]
     record = keep(state, buffers, [], [source], ends, 16, PLENTY, 0)
     assert stash.in_use().item() == 3
-    stash.reset()
+    stash.pages.reset()
     (taken,) = take(state, buffers, [], record, record, 48, 16, PLENTY, 0, True)
     assert not taken.any()
     assert stash.overflow_flag().item() and stash.in_use().item() == 0
@@ -357,7 +357,7 @@ def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
     assert sorted(free) == list(range(PLENTY))
     out = make_expert_toy(stashed())
     loss = toy_loss(out(*toy_inputs(8)))
-    out.stash.reset()
+    out.stash.pages.reset()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

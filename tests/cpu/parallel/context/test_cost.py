@@ -79,8 +79,10 @@ def test_a_row_in_zigzag_pays_for_all_keys_and_for_two_places_on_every_rank():
         gather_us=10.0,
         zigzag=(4,),
     )
-    assert cost.base_us(1, 64) == 1 + 64 and cost.base_us(2, 64) == 1 + 64 + 8 + 100 * 32
-    assert cost.base_us(4, 64) == 1 + 64 + 4 + 10 * 3 * 64, (
+    assert (
+        cost.row_us(1, 64, 0, 0.0) == 1 + 64 and cost.row_us(2, 64, 0, 0.0) == 1 + 64 + 8 + 100 * 32
+    )
+    assert cost.row_us(4, 64, 0, 0.0) == 1 + 64 + 4 + 10 * 3 * 64, (
         "keys and values of 3 other ranks' 64 tokens"
     )
     tiles = 3.0 * 64 / 128
@@ -93,7 +95,7 @@ def test_a_row_in_zigzag_pays_for_all_keys_and_for_two_places_on_every_rank():
         "attention is shared"
     )
     assert cost.row_us(4, 64, 3, 1e4) == pytest.approx(
-        cost.base_us(4, 64) + 3 * cost.place_us(4, 64) + 25.0
+        cost.row_us(4, 64, 0, 0.0) + 3 * cost.place_us(4, 64) + 25.0
     )
 
 
