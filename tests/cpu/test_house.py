@@ -511,7 +511,7 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1608,
-    "train": 9115,
+    "train": 9319,
     "verification": 842,
     "bench": 484,
     "commands": 231,
