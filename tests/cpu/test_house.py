@@ -511,12 +511,12 @@ STATEMENTS = {
     "models": 1823,
     "viz": 337,
     "integrations": 1608,
-    "train": 9319,
+    "train": 9331,
     "verification": 842,
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45086,
+    "tests": 45550,
     "benchmarks": 5399,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -17,8 +17,9 @@ from datasets import Dataset
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from trainkit import traced
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from tuningkit import VOCAB, logits, tiny_model, word_tokenizer
+from tuningkit import VOCAB, logits, preferences, tiny_model, word_tokenizer
 
 from packgraph import cli
 from packgraph.graphs.graphed import graph
@@ -50,22 +51,6 @@ LORA = ("--lora.rank", "4")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer of signs."""
     return word_tokenizer(tiny_model(tmp_path_factory.mktemp("base") / "model"), None)
-
-
-def preferences(path: Path, count: int = 40, seed: int = 0) -> Path:
-    """Which digit did I say? Answers of any length."""
-    draw = random.Random(seed)
-    lines = []
-    for _ in range(count):
-        digit = draw.choice("0123456789")
-        row = {
-            "prompt": f"{'oh, ' * draw.randrange(3)}I said {digit}.",
-            "chosen": f" Yes: {digit}{'!' * draw.randrange(12)}",
-            "rejected": f" Ugh{'. ' * draw.randrange(12)}{digit}",
-        }
-        lines.append(json.dumps(row) + "\n")
-    path.write_text("".join(lines))
-    return path
 
 
 def words(folder: Path, model: str, *more: str, steps: int = 6) -> list[str]:
@@ -170,6 +155,7 @@ def causal(folder: Path) -> Any:
 
 def adapted(folder: Path) -> Any:
     model = causal(folder)
+    torch.manual_seed(0)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "up_proj"]), model)
     return model
 
@@ -353,8 +339,8 @@ def test_the_reference_shares_what_is_frozen_and_nothing_else(folder: Path) -> N
     [
         ("dpo", ()),
         ("dpo", LORA),
-        ("simpo", LORA),
-        ("orpo", ()),
+        pytest.param("simpo", LORA, marks=pytest.mark.slow),
+        pytest.param("orpo", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(
@@ -390,18 +376,15 @@ SMALL = ("--model.num-layers", "2", "--model.hidden-size", "32", "--loss.name", 
         ("--graph.granularity", "step", "--graph.optimizer"),
         ("--graph.granularity", "chunk", "--run.recompute", "full"),
         ("--graph.scope", "attn,mlp", "--data.workers", "1"),
-        pytest.param(("--graph.compile",), marks=pytest.mark.slow),
+        ("--graph.compile",),
     ],
     ids=" ".join,
 )
 def test_a_model_of_packgraph_learns_by_every_kind_of_graph(
     more: tuple[str, ...], tmp_path: Path, own: Path
 ) -> None:
-    found = told(train(tmp_path, "qwen3-tiny", *SMALL, *more))
-    if "--graph.compile" in more:
-        assert found == pytest.approx(told(own), rel=1e-4)
-    else:
-        assert found == told(own)
+    with traced():  # by operations as they are
+        assert told(train(tmp_path, "qwen3-tiny", *SMALL, *more)) == told(own)
 
 
 @pytest.fixture(scope="module")
@@ -446,7 +429,9 @@ def test_held_out_pairs_are_evaluated_as_one_by_one(
         with torch.no_grad():
             losses.append(naive_losses("dpo", causal(tmp_path / "out"), causal(folder), documents))
     assert row["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
-    without = train(tmp_path / "without", f"hf:{folder}", "--loss.name", "dpo", steps=4)
+    eager = words(tmp_path / "e", f"hf:{folder}", *more[:2], "--graph.enabled", "false", steps=4)
+    assert cli.main([word for word in eager if word != "--graph.strict"]) == 0
+    without = tmp_path / "e" / "runs" / "mine"
     assert told(run) == told(without), "an evaluation changes nothing"
 
 
@@ -475,7 +460,7 @@ TURNS = [{"role": "user", "content": "q"}]
 BAD = {
     "needs `chosen` and `rejected`, but this row is read by `text`": {"text": "alone"},
     "read by `completion`": {"prompt": "q", "completion": "a", "label": True},
-    "both be texts": {"prompt": "q", "chosen": " yes"},
+    "`rejected` must be a text": {"prompt": "q", "chosen": " yes"},
     "has no answer": {"prompt": "q", "chosen": " yes", "rejected": ""},
     "are the same tokens": {"prompt": "q", "chosen": " no", "rejected": " no"},
     "`rejected` has no token of an answer": {
@@ -586,13 +571,13 @@ def test_tables_and_chosen_capacities(tmp_path: Path) -> None:
         "--graph.capacities", "auto", "--buckets.max-tokens", "256",
     )  # fmt: skip
     chosen = read_json(run / "config.json")["graph"]["capacities"]
-    assert all(int(text.split("x")[1]) % 2 == 0 for text in chosen.split(","))
+    assert all(int(text.split("x")[1]) % 2 == 0 for text in chosen)
     assert read_json(run / "summary.json")["documents"]["packed"] >= 40
 
 
 def config(**changes: Any) -> TrainConfig:
     """A run of dpo with other sections."""
-    base = PRESETS["qwen3-tiny"]
+    base = PRESETS["qwen3-tiny"]()
     base = replace(
         base, loss=LossConfig(name="dpo"), data=DataConfig(source="jsonl", path="x.jsonl")
     )

@@ -23,8 +23,10 @@ orpo, which has none, are those of TRL.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,18 +93,25 @@ class PreferenceModel(nn.Module):
         self.sums = LossSums(len(FIGURES)).to(next(policy.parameters()).device)
 
     def begin(self, batch: PackedBatch, pairs_in_step: Tensor | None = None) -> State:
-        """The state of a batch of pairs."""
-        return self.policy.begin(batch, pairs_in_step, output="log_probabilities")
+        """The state of a batch of pairs; under `reference` that of the reference."""
+        state: State = self.policy.begin(batch, pairs_in_step, output="log_probabilities")
+        if self.reference is None:
+            return state
+        return {**state, "reference": self.reference.begin(batch, output="log_probabilities")}
 
     def stages(self) -> Sequence[Stage]:
-        """Those of the policy, whose head gives the loss, behind `reference` if there is one."""
+        """Those of the policy, whose head gives the loss, behind those of the reference, which are
+        called `reference_...` and stand before the first layer."""
         *others, head = self.policy.stages()
-        before = [Stage("reference", -1, self.run_reference, opaque=True)]
-        return [
-            *(before if self.reference is not None else []),
-            *others,
-            replace(head, run=self.run_head, owner=None),
-        ]
+        found = [*others, replace(head, run=self.run_head, owner=None)]
+        if self.reference is None:
+            return found
+        before = []
+        for stage in self.reference.stages():
+            owner, method = stage.method
+            name = f"reference_{stage.name}"
+            before.append(replace(stage, name=name, layer=-1, run=beside(method), owner=owner))
+        return [*before, *found]
 
     def end(self, state: State) -> Tensor:
         """The loss."""
@@ -116,19 +125,12 @@ class PreferenceModel(nn.Module):
         """
         return run_stages(self, batch, pairs_in_step)
 
-    @torch.no_grad()
-    def run_reference(self, state: State) -> State:
-        """Stage `reference`: adds its log-probabilities [T]."""
-        assert self.reference is not None
-        found = self.reference(state["batch"], output="log_probabilities")
-        return {**state, "reference": found}
-
     def run_head(self, state: State) -> State:
         """Stage `head`: the loss."""
         batch, count = state["batch"], state["tokens_in_step"]
         found = self.policy.run_head(state)["output"]
         if self.reference is not None:
-            scores = by_pair(found - state["reference"], batch)
+            scores = by_pair(found - state["reference"]["output"], batch)
         else:
             scores = by_pair(found, batch) / by_pair(batch.loss_mask.float(), batch).clamp(min=1)
         rewards = scores * self.options.strength
@@ -144,6 +146,18 @@ class PreferenceModel(nn.Module):
         chosen, rejected = rewards.unbind(1)
         figures = torch.stack([chosen, rejected, (chosen > rejected).float(), chosen - rejected])
         self.sums.losses.add_(torch.where(is_pair, figures, 0.0).sum(1) / count)
+
+
+@functools.cache
+def beside(method: Callable[..., State]) -> Callable[[Any, State], State]:
+    """Runs a stage of a reference, without gradients, on its part of the state: one function for
+    all of its layers, so that they are compiled once."""
+
+    @torch.no_grad()
+    def run(owner: Any, state: State) -> State:
+        return {**state, "reference": method(owner, state["reference"])}
+
+    return run
 
 
 def by_pair(values: Tensor, batch: PackedBatch) -> Tensor:
