@@ -513,10 +513,10 @@ STATEMENTS = {
     "integrations": 1608,
     "train": 9331,
     "verification": 842,
-    "bench": 484,
+    "bench": 486,
     "commands": 231,
     "cli": 121,
-    "tests": 45550,
+    "tests": 45584,
     "benchmarks": 5399,
 }
 SLACK = 40  # statements that a budget may lie above what there is

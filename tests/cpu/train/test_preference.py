@@ -626,6 +626,9 @@ def test_data_that_hold_no_pairs_and_plans_are_refused(
     assert "in .jsonl or .parquet, and this is read as text" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "pairs.jsonl"), "--loss.name", "dpo"]) == 2
     assert "plans are of documents, not of pairs" in capsys.readouterr().err
+    data = ["--data.source", "jsonl", "--data.path", str(tmp_path / "pairs.jsonl")]
+    assert cli.main(["try", "qwen3-tiny", *SMALL, *data]) == 2
+    assert "times token losses, not loss.name = dpo" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "pairs.jsonl")]) == 0
 
 
