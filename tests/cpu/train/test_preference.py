@@ -18,7 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trainkit import traced
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from tuningkit import VOCAB, logits, preferences, tiny_model, word_tokenizer
 
 from packgraph import cli
@@ -630,6 +630,21 @@ def test_data_that_hold_no_pairs_and_plans_are_refused(
     assert cli.main(["try", "qwen3-tiny", *SMALL, *data]) == 2
     assert "times token losses, not loss.name = dpo" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path / "pairs.jsonl")]) == 0
+
+
+def test_experts_of_models_of_transformers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, moe_intermediate_size=8,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(tmp_path / "moe")  # fmt: skip
+    options = words(tmp_path, f"hf:{tmp_path / 'moe'}", "--hf.random", "--graph.enabled", "false")
+    options = [word for word in options if word != "--graph.strict"]
+    assert cli.main([*options, "--loss.name", "simpo", "--run.steps", "1"]) == 2
+    assert "loss.name = simpo with experts of hf:PATH" in capsys.readouterr().err
+    assert cli.main([*options, "--run.steps", "1"]) == 0
 
 
 @pytest.mark.parametrize(

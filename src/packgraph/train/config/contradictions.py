@@ -52,7 +52,7 @@ def preference_problems(config: TrainConfig) -> list[str]:
     if not config.loss.is_of_pairs:
         return []
     known = known_capacities(config)
-    idle = {
+    others = {
         f"parallel.pp = {parallel.pp}": parallel.pp > 1,
         f"parallel.cp = {parallel.cp}": parallel.cp > 1,
         "parallel.dynamic_cp": parallel.dynamic_cp,
@@ -71,8 +71,8 @@ def preference_problems(config: TrainConfig) -> list[str]:
     return true_of(
         {
             **{
-                f"{loss} with {what} is not there yet; leave one of them out": idle[what]
-                for what in idle
+                f"{loss} with {what} is not there yet; leave one of them out": asked
+                for what, asked in others.items()
             },
             f"{loss} is of rows with `chosen` and `rejected`, and data.source = {data.source} has "
             "none: use jsonl, parquet or hub": data.source not in PAIRED_SOURCES,
