@@ -511,12 +511,12 @@ STATEMENTS = {
     "models": 1783,
     "viz": 337,
     "integrations": 1607,
-    "train": 9171,
+    "train": 9387,
     "verification": 842,
-    "bench": 484,
+    "bench": 486,
     "commands": 238,
     "cli": 121,
-    "tests": 45184,
+    "tests": 45689,
     "benchmarks": 5398,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -1,6 +1,7 @@
 """Tiny models of transformers, tokenizers with chat templates, and runs over them."""
 
 import json
+import random
 from pathlib import Path
 
 import torch
@@ -46,6 +47,22 @@ def chats(path: Path, count: int = 24) -> Path:
         for number in range(count)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def preferences(path: Path, count: int = 40, seed: int = 0) -> Path:
+    """Which digit did I say? Answers of any length."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        digit = draw.choice("0123456789")
+        row = {
+            "prompt": f"{'oh, ' * draw.randrange(3)}I said {digit}.",
+            "chosen": f" Yes: {digit}{'!' * draw.randrange(12)}",
+            "rejected": f" Ugh{'. ' * draw.randrange(12)}{digit}",
+        }
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
     return path
 
 

@@ -205,6 +205,8 @@ def run_try(asked: RunRequest, seconds: float, given: str) -> int:
         raise ConfigError([f"packgraph try times one process, not {launch.world}"])
     device = choose_device(asked.read()[0].run.device)
     config, notes = with_shape(asked, device.type)
+    if config.loss.is_of_pairs:
+        raise ConfigError([f"packgraph try times token losses, not loss.name = {config.loss.name}"])
     prepared = prepare(config, device)
     config, packs = prepared.config, prepared.microbatches
     with running(config.hf.path):

@@ -39,6 +39,7 @@ from packgraph.train.features.live import build_live, live_layer
 from packgraph.train.features.lora import add_adapters, refuse_untrained_stages
 from packgraph.train.features.moe import ExpertBalance, Overflow, has_shared_experts, make_stash
 from packgraph.train.features.offload import make_offloading
+from packgraph.train.features.preference import PreferenceModel
 from packgraph.train.features.recompute import AUTO, recompute_at_first, set_recompute
 from packgraph.train.feed import MicrobatchAssignment
 from packgraph.train.memory import resident_on
@@ -151,10 +152,14 @@ def make_executor(
     config = with_context_buckets(config)
     graph, staged = config.graph, mesh.size("pp") > 1
     executor: Executor
+    whole = model.chunks[0]
+    if config.loss.is_of_pairs:
+        assert isinstance(whole, DecoderModel | PackedModel)
+        whole = PreferenceModel(whole, config.loss)
     if graph.enabled and graph.optimizer and not staged:
-        executor = StepExecutor(model.chunks[0], graph, device)
+        executor = StepExecutor(whole, graph, device)
     elif not staged and graph.granularity != "step":
-        executor = MicrobatchExecutor(model.chunks[0], graph, device)
+        executor = MicrobatchExecutor(whole, graph, device)
     else:
         executor = PipelineExecutor(model.chunks, config, device, mesh)
     executor.everyone = mesh.everyone()
@@ -210,8 +215,9 @@ def _build(
 
 
 def _reads_weights(config: TrainConfig) -> bool:
-    """Tells whether a run starts from weights; else a checkpoint has them all."""
-    return not config.run.resume or config.lora.enabled
+    """Tells whether a run starts from weights, also as the reference of its loss; else a checkpoint
+    has them all."""
+    return not config.run.resume or config.lora.enabled or config.loss.has_reference
 
 
 def with_shape(asked: RunRequest, device_type: str = "cpu") -> tuple[TrainConfig, list[str]]:

@@ -1,4 +1,5 @@
-"""Evaluations between the steps of a run: a loss per token, of all documents and of each source.
+"""Evaluations between the steps of a run: a loss per token, or per pair of answers, of all
+documents and of each source.
 
     documents ─▶ packs of the run's capacities ─▶ shares of ranks ─▶ forwards alone ─▶ sums of
     token losses, float64 ─▶ all ranks' sums ─▶ loss, perplexity ─▶ best checkpoint, early stop
@@ -24,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.models.decoder import ModelChunks
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.ranks import from_all
 from packgraph.train.config.sections import EvalConfig
 from packgraph.train.data import Microbatches
 from packgraph.train.features.context import undisturbed
+from packgraph.train.features.preference import FIGURES, PreferenceModel
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import finite
 from packgraph.train.optimizer import Optimizer
@@ -82,13 +83,13 @@ class Evaluation:
         packs: Mapping[str, Microbatches] | None,
         feed: Callable[[Microbatches], StepFeed],
         executor: Executor,
-        model: ModelChunks,
         optimizer: Optimizer,
         mesh: Mesh,
     ) -> None:
         """packs: by source, at their beginning; None = none. feed: gives this rank its share of
         packs. optimizer: knows the budgets of experts."""
-        self._options, self._executor, self._modules = options, executor, model.chunks
+        self._options, self._executor, self._modules = options, executor, executor.modules
+        self._pairs = [one.sums for one in self._modules if isinstance(one, PreferenceModel)]
         self._mesh, self._overflow = mesh, optimizer.overflow
         self._device = optimizer.learning_rate.device
         self.feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
@@ -116,7 +117,8 @@ class Evaluation:
         Returns:
             What a row of metrics.jsonl gets: `eval_loss` and `eval_perplexity` (null where they
             are no numbers), `eval_loss/NAME` of each source where there are several, `eval_tokens`
-            (labels that count) and `eval_seconds`.
+            (labels that count) and `eval_seconds`. Of pairs `eval_rewards/...` in place of a
+            perplexity, and `eval_pairs` in place of tokens.
 
         Raises:
             DataError: A document cannot be used.
@@ -125,15 +127,17 @@ class Evaluation:
         began = time.perf_counter()
         sums, tokens = self._sums()
         total = sum(tokens.values())
-        loss = math.fsum(sums.values()) / max(1, total)
+        loss, *figures = (math.fsum(one) / max(1, total) for one in zip(*sums.values()))
         self.best.add(step, loss)
-        means = {name: sums[name] / max(1, tokens[name]) for name in sums}
+        means = {name: sums[name][0] / max(1, tokens[name]) for name in sums}
         several = means if len(means) > 1 else {}
+        of_pairs = {f"eval_{name}": finite(one) for name, one in zip(FIGURES, figures)}
+        perplexity = math.exp(loss) if loss < LARGEST_LOSS else None
         self._last = {
             "eval_loss": finite(loss),
-            "eval_perplexity": math.exp(loss) if loss < LARGEST_LOSS else None,
+            **(of_pairs or {"eval_perplexity": perplexity}),
             **{f"eval_loss/{name}": finite(mean) for name, mean in several.items()},
-            "eval_tokens": total,
+            f"eval_{self._unit}": total,
             "eval_seconds": time.perf_counter() - began,
         }
         self._seconds += self._last["eval_seconds"]
@@ -144,7 +148,7 @@ class Evaluation:
         row, best = self._last, self.best
         if row["eval_loss"] is None:
             return "evaluation: the loss is no number"
-        perplexity = row["eval_perplexity"]
+        perplexity, accuracy = (row.get(f"eval_{one}") for one in ("perplexity", FIGURES[2]))
         sources = [
             f"{name.partition('/')[2]} {value:.4f}"
             for name, value in row.items()
@@ -153,10 +157,16 @@ class Evaluation:
         return (
             f"evaluation loss {row['eval_loss']:.4f}"
             + (f", perplexity {perplexity:.4g}" if perplexity is not None else "")
+            + (f", accuracy {accuracy:.2%}" if accuracy is not None else "")
             + (f" ({', '.join(sources)})" if sources else "")
-            + f", {row['eval_tokens']:,} tokens in {row['eval_seconds']:.2f} s"
+            + f", {row[f'eval_{self._unit}']:,} {self._unit} in {row['eval_seconds']:.2f} s"
             + (" (best so far)" if not best.in_vain else f" (best: step {best.step})")
         )
+
+    @property
+    def _unit(self) -> str:
+        """What losses are means over."""
+        return "pairs" if self._pairs else "tokens"
 
     def state(self) -> dict[str, Any]:
         """JSON-able, for `restore`; empty where nothing is evaluated."""
@@ -183,11 +193,13 @@ class Evaluation:
         for feed in self.feeds.values():
             feed.close()
 
-    def _sums(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Sums of token losses and labels that count, by source, over all ranks."""
+    def _sums(self) -> tuple[dict[str, Sequence[float]], dict[str, int]]:
+        """By source, over all ranks: sums of token losses, or of losses of pairs and their figures;
+        labels that count, or pairs."""
         for _ in range(MOST_AGAIN):
             lacking, tokens = 0.0, dict.fromkeys(self.feeds, 0)
-            totals = torch.zeros(len(self.feeds), dtype=torch.float64, device=self._device)
+            size = len(self.feeds), 1 + sum(len(one.losses) for one in self._pairs)
+            totals = torch.zeros(size, dtype=torch.float64, device=self._device)
             with (
                 self._executor.uncounted(),
                 undisturbed(self._modules, self._device),
@@ -204,9 +216,11 @@ class Evaluation:
                 if self._overflow is not None:
                     lacking = self._overflow.take_demand("evaluation_demand")
             if not lacking:
-                mine = totals.tolist() if self._mesh.tells_loss else [0.0] * len(totals)
-                sums = map(math.fsum, zip(*from_all(self._mesh, mine), strict=True))
-                return dict(zip(self.feeds, sums, strict=True)), tokens
+                mine = totals if self._mesh.tells_loss else torch.zeros_like(totals)
+                every = from_all(self._mesh, mine.flatten().tolist())
+                sums = [math.fsum(one) for one in zip(*every, strict=True)]
+                rows = [sums[n : n + size[1]] for n in range(0, len(sums), size[1])]
+                return dict(zip(self.feeds, rows, strict=True)), tokens
             # Rows of experts found no room and were left out: give more, and capture for that.
             assert self._overflow is not None
             with self._executor.rebuilding():
@@ -217,14 +231,16 @@ class Evaluation:
         )
 
     def _add(self, name: str, total: Tensor) -> int:
-        """Add the token losses of this rank's share of a source to `total`; the labels that count
-        on all ranks."""
+        """Add the sums of this rank's share of a source to `total`; the labels that count, or the
+        pairs, on all ranks."""
         feed, tokens = self.feeds[name], 0
         feed.load_state_dict(self._begin[name])
         try:
             while (step := feed.take()).packs:
-                total += self._executor.evaluate(step.share)
-                tokens += sum(pack.num_loss_tokens for pack in step.packs)
+                total[0] += self._executor.evaluate(step.share)
+                for sums in self._pairs:
+                    total[1:] += sums.take()
+                tokens += step.loss_tokens
                 feed.go_on()
         finally:
             feed.close()

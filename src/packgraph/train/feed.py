@@ -24,7 +24,7 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -105,6 +105,11 @@ def _rounds(batches: Sequence[Pack], together: int) -> list[list[Pack | PackedBa
 def count_loss_tokens(batches: Sequence[StepPack]) -> int:
     """Places of a whole step whose label is a token, at least 1."""
     return max(1, sum(batch.num_loss_tokens for batch in batches))
+
+
+def count_pairs_of_answers(batches: Sequence[StepPack]) -> int:
+    """Pairs of answers of a whole step (`train/data/pairs.py`), at least 1."""
+    return max(1, sum(batch.num_documents // 2 for batch in batches))
 
 
 @dataclass(frozen=True)
@@ -204,8 +209,8 @@ def counts_of(stream: Microbatches) -> dict[str, Any]:
 class FedStep:
     """A step. packs: of all ranks, none at the end of the data. share: this rank's, on the host.
 
-    loss_tokens: of the whole step. state, counts: of the stream after it. plan: with dynamic
-    context parallelism.
+    loss_tokens: of the whole step, or its pairs where those are counted. state, counts: of the
+    stream after it. plan: with dynamic context parallelism.
     """
 
     packs: Sequence[StepPack]
@@ -221,6 +226,7 @@ class StepFeed:
 
     Attributes:
         stop: Ends what waits for a step, None = nothing does.
+        count: What losses of a step, of all ranks, are divided by.
     """
 
     def __init__(
@@ -231,11 +237,12 @@ class StepFeed:
         device: torch.device,
         ahead: int,
         patience: float = 0.0,
+        count: Callable[[Sequence[StepPack]], int] = count_loss_tokens,
     ) -> None:
         """ahead: steps that are made before they are asked for; 0 makes each when it is. patience:
         seconds after a request to stop in which a step may still come."""
         self._stream, self._tokens_per_step, self._sharing = stream, tokens_per_step, sharing
-        self._pins, self._ahead = device.type == "cuda", ahead
+        self._pins, self._ahead, self.count = device.type == "cuda", ahead, count
         self._state: dict[str, Any] | None = None  # None: that of the stream
         self._counts: dict[str, Any] | None = None
         self._making: deque[Future[FedStep]] = deque()
@@ -310,7 +317,7 @@ class StepFeed:
         step = FedStep(
             packs,
             [batch.pin_memory() for batch in share] if self._pins else share,
-            count_loss_tokens(packs),
+            self.count(packs),
             self._stream.state_dict(),
             counts_of(self._stream),
             self._stream.plan if packs and isinstance(self._stream, PlannedSteps) else None,

@@ -58,6 +58,7 @@ from packgraph.train.data import (
     DataError,
     DocumentSource,
     Microbatches,
+    PairedMicrobatches,
     PlannedSteps,
     build_tokenizer,
     evaluation_stream,
@@ -220,12 +221,16 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     tokenizer = build_tokenizer(config.data)
     if problems := validate(config, device.type, tokenizer.vocab_size, world):
         raise ConfigError(problems)
-    documents, held_out = open_for_evaluation(config, open_documents(config.data), tokenizer)
+    documents, held_out = open_for_evaluation(
+        config, open_documents(config.data, paired=config.loss.is_of_pairs), tokenizer
+    )
     config, notes = with_capacities(config, documents, tokenizer, device)
 
     def packs(data: DataConfig, source: DocumentSource) -> Microbatches:
         stream = data, source, tokenizer, config.graph.packing_capacities()
         multiple = places_multiple(config)
+        if config.loss.is_of_pairs:
+            return PairedMicrobatches(*stream)
         if config.parallel.dynamic_cp:
             return PlannedSteps(*stream, context_request(config, world, device), multiple)
         return Microbatches(*stream, multiple)
@@ -481,9 +486,14 @@ def run_facts(
     waiting = [*config.offload.modules, *(["optimizer state"] if offload else [])]
     peak = predicted_peak(config, device.type, mesh.world, mesh.rank)
     free = "" if available is None else f", {budget.shown(available)} free"
+    loss = config.loss
+    of_pairs = f"{loss.name} of pairs, beta {loss.strength:g}"
+    beside = "a frozen copy of" if config.copies_weights else "the base under adapters, as"
+    against = f", against {beside} the weights at the start" if loss.has_reference else ""
     return {
         "model": f"{count:,} parameters, {trained}",
         "data": data,
+        **({"loss": of_pairs + against} if loss.is_of_pairs else {}),
         "precision": precision,
         "world": world,
         "recompute": f"{run.recompute}, offload {', '.join(waiting) or 'none'}",

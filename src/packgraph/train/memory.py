@@ -357,7 +357,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
-    held = dense + experts + padding
+    held, copies = dense + experts + padding, 2 if config.copies_weights else 1
     sharded = matrices if config.parallel.shards else []
     spared = _spared(sharded, layout) if replicas > 1 else 0.0
     # Sums over replicas are made in place, but those over blocks of what a rank keeps.
@@ -379,7 +379,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
-        round(ITEMSIZE[config.run.dtype] * (held - (spared if gathers else 0))),
+        round(ITEMSIZE[config.run.dtype] * (held * copies - (spared if gathers else 0))),
         round(ITEMSIZE[config.gradient_dtype(world)] * (held - spared + sums)),
         _on_device(config, device_type, state, updated),
         0 if less else microbatch,
@@ -406,7 +406,7 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     updated = trained / (layout.replicas(world) * layout.cp)
     state = _state_bytes(config, trained, updated)
     return Need(
-        held * ITEMSIZE[config.run.dtype],
+        held * (2 if config.copies_weights else 1) * ITEMSIZE[config.run.dtype],
         (trained - (spared if trained else 0)) * ITEMSIZE[config.gradient_dtype(world)],
         _on_device(config, device_type, state, updated),
         0,

@@ -200,6 +200,9 @@ def with_capacities(
         return config, ()
     lengths = read_lengths(config, documents, tokenizer)
     plan = plan_capacities(lengths, bucket_request(config, device=device))
+    if config.loss.is_of_pairs:  # lengths are of both answers, each of which is a document
+        both = [replace(one, documents=2 * one.documents) for one in plan.capacities]
+        plan = replace(plan, capacities=tuple(both))
     shown = ",".join(f"{found.tokens}x{found.documents}" for found in plan.capacities)
     chosen = (
         f"capacities {shown}, chosen for {len(lengths.planned)} documents: expected padding "
@@ -328,6 +331,11 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
 def run_plan(asked: RunRequest, own: PlanArguments) -> int:
     """Run `packgraph plan DATA`; returns the exit code. Raises ConfigError and DataError."""
     config, _ = with_shape(asked)
+    if config.loss.is_of_pairs:
+        raise one_problem(
+            f"loss.name = {config.loss.name}: plans are of documents, not of pairs; a run chooses "
+            "for pairs as it starts (graph.capacities = auto)"
+        )
     print(plan_data(config, own) if own.world is None else plan_data_context(config, own), end="")
     return 0
 

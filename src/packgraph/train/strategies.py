@@ -78,6 +78,7 @@ class Executor:
 
     Attributes:
         graphed: The chunks of the model that this rank runs; empty where graphs are off.
+        modules: The model as it is run, chunk by chunk.
         slots: Microbatches in flight of each chunk.
         replays: Whether warm-up is over, so that graphs are replayed.
         whole_steps: Whether microbatches of a step run together, so that steps are timed.
@@ -93,6 +94,7 @@ class Executor:
     whole_steps = False
     captures_ahead = True  # else a step captures what it needs
     graphed: Sequence[GraphedModule]
+    modules: Sequence[nn.Module]
     slots: Sequence[int]
     _whole: GraphedStep | None = None
 
@@ -479,7 +481,7 @@ class MicrobatchExecutor(Executor):
 
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         super().__init__(options, device)
-        self.model = model
+        self.model, self.modules = model, [model]
         self.slots = [options.slots or 1]
         self.graphed = []
         if options.enabled:
@@ -658,6 +660,7 @@ class PipelineExecutor(Executor):
             )
             for chunk, slots in zip(chunks, self.slots, strict=True)
         ]
+        self.modules = chunks
         self._parameters = [list(chunk.parameters()) for chunk in chunks]
         self._pipeline = Pipeline(
             self.graphed,

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.models.decoder import ModelChunks
 from packgraph.models.foreign import in_one_line
 from packgraph.models.layers.prediction import LossSums
 from packgraph.packing.batch import PackedBatch
@@ -58,7 +59,15 @@ from packgraph.train.features.context import (
 )
 from packgraph.train.features.lora import BASE, base_fingerprints, check_base
 from packgraph.train.features.moe import MOST_ATTEMPTS, restore_room, room_of_experts
-from packgraph.train.feed import PATIENCE, MicrobatchAssignment, NoDataError, StepFeed
+from packgraph.train.features.preference import FIGURES, PreferenceModel
+from packgraph.train.feed import (
+    PATIENCE,
+    MicrobatchAssignment,
+    NoDataError,
+    StepFeed,
+    count_loss_tokens,
+    count_pairs_of_answers,
+)
 from packgraph.train.metrics import (
     METRICS,
     NAMES,
@@ -145,7 +154,8 @@ class Trainer:
         def feed(stream: Microbatches) -> StepFeed:
             patience = 0.0 if self.mesh.world == 1 else PATIENCE
             per_step, ahead = config.run.tokens_per_step, config.data.prefetch
-            return StepFeed(stream, per_step, sharing, device, ahead, patience)
+            count = count_pairs_of_answers if config.loss.is_of_pairs else count_loss_tokens
+            return StepFeed(stream, per_step, sharing, device, ahead, patience, count)
 
         self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
@@ -158,6 +168,11 @@ class Trainer:
         self._sums, self._tells_sums = config.gradient_dtype(self.mesh.world), True
         self.executor = make_executor(self.model, config, device, self.mesh)
         self.executor.phases = view.phases
+        if config.copies_weights:
+            (whole,) = self.executor.modules
+            assert isinstance(whole, PreferenceModel) and whole.reference is not None
+            reference = ModelChunks([whole.reference])
+            self._bases = base_fingerprints(reference, self.mesh, resumed=bool(config.run.resume))
         self._throughput = Throughput(config, device, self.mesh.world)
         if config.run.on_spike == "skip":
             self.optimizer.watch()
@@ -170,11 +185,15 @@ class Trainer:
             self._whereabouts,
             view.note,
         )
-        # Of further tokens: the last pipeline stage alone has any.
-        modules = [module for chunk in self.model.chunks for module in chunk.modules()]
+        # Of further tokens: the last pipeline stage alone has any. Or of pairs.
+        modules = [module for chunk in self.executor.modules for module in chunk.modules()]
         self._further = [module for module in modules if isinstance(module, LossSums)]
+        depths = 0 if config.hf.path is not None else config.model.mtp_layers
+        self._names = [f"mtp_loss/{n}" for n in range(1, depths + 1)]
+        if config.loss.is_of_pairs:
+            self._names = [*FIGURES]
         self.evaluation = Evaluation(
-            config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
+            config.eval, evaluation, feed, self.executor, self.optimizer, self.mesh
         )
         self.step = 0
         self._made = 0  # steps that this process has launched
@@ -488,12 +507,12 @@ class Trainer:
     def _numbers(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Figures of the newest step, float32 [5 + D] on the device: loss, norm, how many processes
         want to stop, whether the step changed nothing because experts lacked room, or because of a
-        spike, and the losses of further tokens. To be asked once for each step that was made."""
+        spike, and the losses of further tokens, or figures of pairs. To be asked once for each step
+        that was made."""
         optimizer, zero = self.optimizer, torch.zeros_like(loss)
         wish = torch.full_like(loss, float(self.mesh.world > 1 and self._wants_to_stop()))
         told = loss if self.mesh.tells_loss else zero
-        model = self.config.model if self.config.hf.path is None else None
-        further = torch.zeros(0 if model is None else model.mtp_layers, device=self.device)
+        further = torch.zeros(len(self._names), device=self.device)
         # Ranks that split matrices all know the whole loss of their rows.
         for sums in self._further:
             taken = sums.take()
@@ -554,7 +573,7 @@ class Trainer:
                 advise=self._how_to_go_on,
             )
             row |= {"loss": None if unlabelled else finite(loss), "gradient_norm": finite(norm)}
-            row |= {f"mtp_loss/{n}": finite(one) for n, one in enumerate(further, start=1)}
+            row |= dict(zip(self._names, map(finite, further), strict=True))
             row |= {"skipped": True} if skipped else {}
             row |= {"unlabelled": True} if unlabelled else {}
             self._labelled = self._labelled or not unlabelled

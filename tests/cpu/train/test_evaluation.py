@@ -210,7 +210,7 @@ def test_a_limit_takes_the_same_documents_every_time(tmp_path):
 def _falling(one, losses):
     """Let the evaluations of a run find these losses."""
     sums = iter(losses)
-    one.evaluation._sums = lambda: ({"data": 10 * next(sums)}, {"data": 10})
+    one.evaluation._sums = lambda: ({"data": [10 * next(sums)]}, {"data": 10})
 
 
 def test_the_best_checkpoint_is_kept_and_named(tmp_path):

@@ -215,7 +215,7 @@ def test_evaluations_that_never_come_are_refused() -> None:
 def test_rows_hold_numbers_that_json_has(tmp_path: Path) -> None:
     data = documents(tmp_path / "data.jsonl")
     run = made(tmp_path / "run", config(data, SHARE, graph=False, steps=4))
-    run.evaluation._sums = lambda: ({"data": float("inf")}, {"data": 1})  # type: ignore[method-assign]
+    run.evaluation._sums = lambda: ({"data": [float("inf")]}, {"data": 1})  # type: ignore[method-assign]
     ended(run)
     lines = (tmp_path / "run" / METRICS).read_text().splitlines()
     assert json.loads(lines[1])["eval_loss"] is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tuningkit import chats, tiny_model, word_tokenizer
+from tuningkit import chats, preferences, tiny_model, word_tokenizer
 
 from packgraph import cli
 from packgraph.commands import read_train
@@ -26,10 +26,11 @@ SMALL = [
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: Any) -> Path:
-    """A folder with a model and chats."""
+    """A folder with a model, chats and preferences."""
     monkeypatch.chdir(tmp_path)
     word_tokenizer(tiny_model(tmp_path / "model"), ANSWERS)
     chats(tmp_path / "chats.jsonl")
+    preferences(tmp_path / "pairs.jsonl")
     return tmp_path
 
 
@@ -40,7 +41,8 @@ def test_a_recipe_trains(name: str, place: Path) -> None:
     assert f"packgraph{'.cli' * (RANKS[name] > 1)} train {name} " in told[2]
     values = load_file(recipes()[name]).values
     assert _NAME.fullmatch(values["hf"]["path"])
-    words = [name, "--hf.path", "model", "--data.path", "chats.jsonl", *SMALL, "--run.name", "x"]
+    data = "pairs.jsonl" if "dpo" in name else "chats.jsonl"
+    words = [name, "--hf.path", "model", "--data.path", data, *SMALL, "--run.name", "x"]
     if RANKS[name] == 1:
         assert cli.main(["train", *words]) == 0
         assert len((place / "runs" / "x" / "metrics.jsonl").read_text().splitlines()) == 3

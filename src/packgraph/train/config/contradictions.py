@@ -1,12 +1,14 @@
 """Options that contradict each other, whatever the device and the model's code: as `validate`
 checks them, without torch, so that they are told at once."""
 
-from packgraph.packing.capacity import Capacity
+from packgraph.ops.names import NATIVE
+from packgraph.packing.capacity import Capacity, in_short
 from packgraph.parallel.layout import context_sizes
 from packgraph.train.config.reading import true_of
 from packgraph.train.config.sections import AUTO, TrainConfig
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
+PAIRED_SOURCES = ("jsonl", "parquet", "hub")  # whose rows may be preferences
 
 
 def contradictions(config: TrainConfig) -> list[str]:
@@ -17,7 +19,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         for capacity in known_capacities(config)
         if capacity.bound < FEWEST_TOKENS
     )
-    return true_of(
+    return preference_problems(config) + true_of(
         {
             f"graph.warmup = {graph.warmup} leaves no step to replay in run.steps = {run.steps}; "
             "lower it, or set graph.enabled = false": graph.enabled and graph.warmup >= run.steps,
@@ -37,6 +39,49 @@ def contradictions(config: TrainConfig) -> list[str]:
             f"buckets.max_tokens = {config.buckets.max_tokens} leaves no label, since a document's "
             f"first token is never predicted; it must be at least {FEWEST_TOKENS}": (
                 graph.capacities == "auto" and config.buckets.max_tokens < FEWEST_TOKENS
+            ),
+        }
+    )
+
+
+def preference_problems(config: TrainConfig) -> list[str]:
+    """Lists what keeps a run from a loss of pairs, which takes a loss over whole answers and, of
+    dpo, a second model."""
+    graph, parallel, model, data = config.graph, config.parallel, config.model, config.data
+    loss = f"loss.name = {config.loss.name}"
+    if not config.loss.is_of_pairs:
+        return []
+    known = known_capacities(config)
+    others = {
+        f"parallel.pp = {parallel.pp}": parallel.pp > 1,
+        f"parallel.cp = {parallel.cp}": parallel.cp > 1,
+        "parallel.dynamic_cp": parallel.dynamic_cp,
+        f"parallel.tp = {parallel.tp}": parallel.tp > 1,
+        f"parallel.ep = {parallel.ep}": parallel.ep > 1,
+        f"parallel.shard = {parallel.shard}": parallel.shards,
+        f"model.mtp_layers = {model.mtp_layers}": model.mtp_layers > 0,
+        f"model.precision = {model.precision}": model.precision != NATIVE,
+        "model.experts": model.experts.enabled,
+        "offload.modules": bool(config.offload.modules),
+        "run.recompute = auto": config.run.recompute == AUTO,
+        "graph.granularity = step, without graph.optimizer": graph.enabled
+        and graph.granularity == "step"
+        and not graph.optimizer,
+    }
+    return true_of(
+        {
+            **{
+                f"{loss} with {what} is not there yet; leave one of them out": asked
+                for what, asked in others.items()
+            },
+            f"{loss} is of rows with `chosen` and `rejected`, and data.source = {data.source} has "
+            "none: use jsonl, parquet or hub": data.source not in PAIRED_SOURCES,
+            f"{loss} with model.dropout = {model.dropout}: what is dropped would count as a "
+            "preference; set it to 0": model.dropout > 0,
+            f"{loss} needs graph.capacities for both answers of a pair, so of at least 2 documents "
+            "(graph.max_documents, too) and without a longest one, not "
+            f"{', '.join(map(in_short, known))}": any(
+                capacity.documents < 2 or capacity.bound < capacity.tokens for capacity in known
             ),
         }
     )

@@ -819,6 +819,56 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is made small: token losses, or a loss of pairs of answers (preferences).
+
+    name: tokens = cross-entropy of the tokens; of pairs, rows with `chosen` and `rejected`: dpo =
+        against the weights that the run starts from (arXiv:2305.18290), simpo = by means over an
+        answer's tokens and a margin (arXiv:2405.14734), orpo = with the token loss of the chosen
+        answer (arXiv:2403.07691).
+    beta: factor on the rewards of dpo and simpo, weight of orpo's odds ratio; none = 0.1, of simpo
+        2.
+    margin: by which simpo wants the reward of the chosen answer to be larger; none = 1.
+    """
+
+    name: Literal["tokens", "dpo", "simpo", "orpo"] = "tokens"
+    beta: float | None = None
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        _refuse(
+            {
+                f"beta must be positive, got {self.beta}": not 0
+                < (1.0 if self.beta is None else self.beta)
+                < LARGEST_FLOAT,
+                f"margin must not be negative, got {self.margin}": not 0
+                <= (self.margin or 0.0)
+                < LARGEST_FLOAT,
+                "beta is of losses of pairs: dpo, simpo, orpo": self.beta is not None
+                and not self.is_of_pairs,
+                f"margin is of simpo, not of {self.name}": self.margin is not None
+                and self.name != "simpo",
+            }
+        )
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """True if rows are pairs of a chosen and a rejected answer."""
+        return self.name != "tokens"
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares with the weights that the run starts from."""
+        return self.name == "dpo"
+
+    @property
+    def strength(self) -> float:
+        """`beta`, or the default of the loss."""
+        default = 2.0 if self.name == "simpo" else 0.1
+        return default if self.beta is None else self.beta
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run.
 
@@ -829,6 +879,7 @@ class TrainConfig:
     model: DecoderConfig
     hf: HfConfig = field(default_factory=HfConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -843,6 +894,12 @@ class TrainConfig:
         """True if all replicas run as many microbatches, of equal capacity at a time: they share
         layers, or the graph of a step holds its update."""
         return self.parallel.shards or self.graph.optimizer
+
+    @property
+    def copies_weights(self) -> bool:
+        """True if a frozen copy of all weights is held beside them: the reference of a loss, which
+        adapters have in their base."""
+        return self.loss.has_reference and not self.lora.enabled
 
     def gradient_dtype(self, world: int) -> Literal["float32", "bfloat16"]:
         """The dtype in which each of `world` ranks adds up gradients of a step's microbatches."""

@@ -15,6 +15,7 @@ multiple: int)
     capacities or packing are not those of the state.
 open_for_evaluation(config: TrainConfig, documents, tokenizer) -> Split
     what is trained on, and by name what is evaluated on: of their own paths, or a share held out.
+PairedMicrobatches(...): the same of pairs of answers, for losses of preferences.
 PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
 
 source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
@@ -24,7 +25,7 @@ source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ wind
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.held_out import evaluation_stream, open_for_evaluation
-from packgraph.train.data.microbatches import Microbatches, PlannedSteps
+from packgraph.train.data.microbatches import Microbatches, PairedMicrobatches, PlannedSteps
 from packgraph.train.data.rows import row_notes
 from packgraph.train.data.source import (
     DataError,
@@ -40,6 +41,7 @@ __all__ = [
     "DocumentSource",
     "Microbatches",
     "MissingPackageError",
+    "PairedMicrobatches",
     "PlannedSteps",
     "SourceDocument",
     "Tokenizer",

@@ -81,10 +81,11 @@ class FileSource(OpenedFiles):
     Blank lines and files are left out. The fingerprint is of all lines, or texts.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        """Raises DataError naming file and line of the first that is no document; with `on_bad` =
-        skip those are left out and counted."""
+    def __init__(self, config: DataConfig, *, paired: bool = False) -> None:
+        """paired: as in `document_of_row`. Raises DataError naming file and line of the first that
+        is no document; with `on_bad` = skip those are left out and counted."""
         super().__init__()
+        self._paired = paired
         self._text_column, self._has_lines = config.text_column, config.source == "jsonl"
         path, limit = config.path or "", config.max_documents_loaded or sys.maxsize
         # File number, line number, CRC-32 and byte offset of each document.
@@ -171,7 +172,7 @@ class FileSource(OpenedFiles):
                 f'{where}: expected a JSON object such as {{"text": "..."}}, got '
                 f"{type(row).__name__}"
             )
-        return document_of_row(row, where, self._text_column)
+        return document_of_row(row, where, self._text_column, paired=self._paired)
 
 
 class ParquetSource(OpenedFiles):
@@ -180,9 +181,11 @@ class ParquetSource(OpenedFiles):
     The fingerprint is of the files' contents (see `sampled_digest`) and the number of rows.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        """Raises DataError; MissingPackageError without `datasets`."""
+    def __init__(self, config: DataConfig, *, paired: bool = False) -> None:
+        """paired: as in `document_of_row`. Raises DataError; MissingPackageError without
+        `datasets`."""
         super().__init__()
+        self._paired = paired
         self._text_column, self._path = config.text_column, config.path or ""
         files, digests, changes = files_of(self._path, (".parquet",)), [], []
         for file in files:
@@ -209,7 +212,8 @@ class ParquetSource(OpenedFiles):
 
     def __getitem__(self, index: int) -> SourceDocument:
         row = _without_gaps(self._table[index], self._features)
-        return document_of_row(row, f"{self._path}, row {index}", self._text_column)
+        where = f"{self._path}, row {index}"
+        return document_of_row(row, where, self._text_column, paired=self._paired)
 
 
 def _without_gaps(value: Any, feature: Any) -> Any:
@@ -362,13 +366,20 @@ def _without(start: int, stop: int, body: list[ast.stmt], lines: list[str]) -> s
     return text
 
 
-def open_documents(config: DataConfig) -> DocumentSource:
-    """The documents that `config` names, checked. Raises DataError saying where and what to do."""
+def open_documents(config: DataConfig, *, paired: bool = False) -> DocumentSource:
+    """The documents that `config` names, checked; paired: rows with `chosen` and `rejected`, both
+    of which are learned from. Raises DataError saying where and what to do."""
     limit = config.max_documents_loaded
+    if paired and config.source not in ("jsonl", "parquet"):
+        raise DataError(
+            f"{config.path}: a loss of pairs (loss.name) is of rows with `chosen` and `rejected`, "
+            f"in .jsonl or .parquet, and this is read as {config.source}"
+        )
     if config.source == "stdlib":
         return StandardLibrarySource(STDLIB_DOCUMENTS if limit is None else limit)
     if config.source == "shards":
         weights = config.weights()
         folders = [*weights] or [config.path or ""]
         return ShardSource(folders, [*weights.values()], None if weights else limit)
-    return ParquetSource(config) if config.source == "parquet" else FileSource(config)
+    kind = ParquetSource if config.source == "parquet" else FileSource
+    return kind(config, paired=paired)

@@ -149,7 +149,10 @@ def open_for_evaluation(config: TrainConfig, source: DocumentSource, tokenizer: 
     if options.share:
         found = split(source, options.share, names)
     else:
-        paths = {path: open_documents(_data_of(path, config.data)) for path in options.path}
+        pairs = config.loss.is_of_pairs
+        paths = {
+            path: open_documents(_data_of(path, config.data), paired=pairs) for path in options.path
+        }
         found = Split(source, paths)
     if options.every == 0:
         return found._replace(held_out={})

@@ -44,6 +44,7 @@ from packgraph.train.data.order import (
     WeightedSource,
     is_count,
 )
+from packgraph.train.data.pairs import Pair, capacities_of_pairs
 from packgraph.train.data.source import (
     BadDocumentError,
     BadDocuments,
@@ -96,6 +97,11 @@ def overlong_of(
     chat, is dropped where others are split: an answer is never cut from its prompt."""
     is_text = document.loss_tokens == len(document) - 1
     return "drop" if config.overlong == "split" and not is_text else config.overlong
+
+
+def _name(found: TokenizedDocument, part: PackableDocument) -> str:
+    """The place of a part of a document, for messages."""
+    return found.where + (" with both answers" if isinstance(part, Pair) else "")
 
 
 class Waiting(NamedTuple):
@@ -395,7 +401,7 @@ class Microbatches:
                 part
                 for whole in labelled
                 for part in fitting_parts(
-                    whole, limit, overlong_of(whole, self._config), self.report, found.where
+                    whole, limit, overlong_of(whole, self._config), self.report, _name(found, whole)
                 )
             ]
         except ValueError as error:
@@ -412,6 +418,37 @@ class Microbatches:
             "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
+
+
+class PairedMicrobatches(Microbatches):
+    """Packs of whole pairs: documents 2k and 2k + 1 of a pack are the chosen and the rejected
+    answer of its pair k."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
+        capacities: Iterable[Capacity],
+    ) -> None:
+        """source: of pairs. capacities: of at least 2 documents, and no longest one. Raises as
+        `Microbatches` does."""
+        self._whole = capacities_of_pairs(capacities)
+        super().__init__(config, source, tokenizer, self._whole)
+
+    def _planned(self, chosen: Sequence[Waiting], capacity: Capacity) -> PlannedPack:
+        planned = super()._planned(chosen, capacity)
+        lengths = map(len, self._documents_of(chosen))
+        return replace(
+            planned,
+            capacity=self._whole[capacity],
+            num_documents=2 * len(chosen),
+            num_pairs=count_pairs(lengths),
+        )
+
+    def _documents_of(self, chosen: Sequence[Waiting]) -> list[Document]:
+        pairs = super()._documents_of(chosen)
+        return [answer for pair in pairs if isinstance(pair, Pair) for answer in pair.answers()]
 
 
 class PlannedSteps(Microbatches):

@@ -52,9 +52,12 @@ CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 LABELS = ("labels", "completion_mask", "assistant_masks")
 
 
-def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> SourceDocument:
+def document_of_row(
+    row: Mapping[str, Any], where: str, text_column: str, *, paired: bool = False
+) -> SourceDocument:
     """The document of one JSON object or table row: text, a chat, an answer to a prompt, a
-    preference, or tokens. Raises BadDocumentError naming `where`."""
+    preference, or tokens. paired: only a preference, of which both answers are learned from. Raises
+    BadDocumentError naming `where`."""
     form = _form(row, text_column)
     if form is None:
         raise BadDocumentError(
@@ -63,9 +66,14 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
             "Another column can be named by data.text_column"
         )
     _check_marks(row, form, where)
+    if paired and form != "chosen":
+        raise BadDocumentError(
+            f"{where}: a loss of pairs (loss.name) needs `chosen` and `rejected`, but this row is "
+            f"read by `{form}`"
+        )
     if form == "input_ids":
         return SourceDocument(where, row=row, unread=_unread(row, form))
-    found = _read(row, form, where)
+    found = replace(_read(row, form, where), is_pair=paired)
     if found.messages is not None:
         found = _with_chat_columns(found, row, where)
         if found.rejected is not None:
@@ -336,12 +344,12 @@ def row_notes(documents: DocumentSource) -> list[str]:
         except BadDocumentError:  # left out, or named when its turn comes
             continue
         unread |= {name: found.where for name in found.unread if name not in unread}
-        preference = preference or (found.where if found.rejected else "")
+        preference = preference or (found.where if found.rejected and not found.is_pair else "")
     notes = [f"{next(iter(unread.values()))}: not read: {named([*unread])}"] if unread else []
     if preference:
         notes.append(
             f"{preference}: a preference. Training is on the chosen answer alone, by the loss of "
-            "its tokens; for a loss of both see examples/dpo.py"
+            "its tokens; for a loss of both say --loss.name dpo"
         )
     return notes
 

@@ -93,8 +93,8 @@ class SourceDocument:
     (`input_ids`, and what else `packgraph.pack` takes). stored: the documents that it was tokenized
     into, by the tokenizer `made`; their tokens are read when they are used. prompt: what stands
     before text and is not predicted. rejected: of a preference, whose chosen answer this is, the
-    same with the other answer. arguments: of a chat for its template, such as `tools`. unread:
-    columns of its row that were not read.
+    same with the other answer. is_pair: both are to be learned from. arguments: of a chat for its
+    template, such as `tools`. unread: columns of its row that were not read.
     """
 
     where: str
@@ -105,6 +105,7 @@ class SourceDocument:
     made: TokenizerName | None = None
     prompt: str = ""
     rejected: "SourceDocument | None" = None
+    is_pair: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 

@@ -24,7 +24,7 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument,
 from packgraph.train.config.reading import shown
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.chat_template import ASIDE, CLOCK, ChatTemplate, read_options, token_text
-from packgraph.train.data.rows import MORE_ROLES
+from packgraph.train.data.pairs import Pair
+from packgraph.train.data.rows import MORE_ROLES, PREFERENCES
 from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,
@@ -394,11 +395,32 @@ def is_made_by(made: TokenizerName | None, tokenizer: Tokenizer) -> bool:
     return made is not None and made.fingerprint == tokenizer.fingerprint
 
 
+def pair_of(document: SourceDocument, rejected: SourceDocument, tokenizer: Tokenizer) -> Pair:
+    """Both answers of a preference. Raises BadDocumentError where one of them has no token to be
+    predicted, or both are the same tokens."""
+    found = [tokenizer.encode(one) for one in (document, rejected)]
+    for name, answer in zip(PREFERENCES, found, strict=True):
+        if len(answer) != 1 or not answer[0].predicts:
+            raise BadDocumentError(
+                f"{document.where}: `{name}` has no token of an answer, so that there is nothing "
+                "to prefer"
+            )
+    (chosen,), (other,) = found
+    if np.array_equal(chosen.tokens, other.tokens):
+        raise BadDocumentError(
+            f"{document.where}: `chosen` and `rejected` are the same tokens, so that there is "
+            "nothing to prefer"
+        )
+    return Pair.of(chosen, other)
+
+
 def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[PackableDocument]:
     """Returns what is packed of `document`: the tokens of `tokenizer`, or those that were stored.
 
     Raises DataError where it was stored by another tokenizer.
     """
+    if document.is_pair and document.rejected is not None:
+        return [pair_of(document, document.rejected, tokenizer)]
     if document.stored is None:
         return tokenizer.encode(document)
     if not is_made_by(document.made, tokenizer):
@@ -439,7 +461,7 @@ def _received(where: str, documents: Sequence[Document], why_unlabelled: str) ->
 def _of_type(document: Document, kind: type[np.signedinteger[Any]]) -> Document:
     """The same document with ids of another type."""
     targets = None if document.targets is None else document.targets.astype(kind)
-    return Document(document.tokens.astype(kind), targets)
+    return replace(document, tokens=document.tokens.astype(kind), targets=targets)
 
 
 def read_tokenized(source: DocumentSource, index: int, tokenizer: Tokenizer) -> TokenizedDocument:

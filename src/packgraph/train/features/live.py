@@ -230,6 +230,9 @@ def live_problems(config: TrainConfig) -> list[str]:
             "share the experts of hf:PATH by padded": (
                 parallel.ep > 1 and parallel.dispatcher_name != "padded"
             ),
+            f"loss.name = {config.loss.name} with experts of hf:PATH is not there yet": (
+                config.loss.is_of_pairs and shape.experts > 0
+            ),
             "parallel.expert_stash is for models of packgraph, not for hf:PATH": bool(
                 parallel.expert_stash
             ),

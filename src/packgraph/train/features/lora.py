@@ -175,12 +175,13 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def check_base(path: Path, state: Mapping[str, Any], fingerprints: Sequence[str]) -> None:
     """Raise CheckpointError unless the adapters in the checkpoint at `path`, if it has any, were
-    trained on the base of these fingerprints."""
+    trained on the base of these fingerprints; or its weights against the reference of them."""
     stored = state.get(BASE)
     if stored not in fingerprints and (stored or fingerprints):
         raise CheckpointError(
-            f"{path}: its adapters were trained on other weights than those that are there now "
-            "(their fingerprint differs); put the base back, or name the folder that has it: "
+            f"{path}: its adapters were trained on other weights than those that are there now, or "
+            "its loss compares with others (their fingerprint differs); put the base back, or name "
+            "the folder that has it: "
             "--hf.path or --run.init-from. (A checkpoint of a version whose adapters knew no "
             "pipelines goes on without parallel.pp first.)"
         )
@@ -189,18 +190,27 @@ def check_base(path: Path, state: Mapping[str, Any], fingerprints: Sequence[str]
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add the adapters to the weights of their layers, in place, and take them out of `model`."""
-    layers: Any = importlib.import_module("peft.tuners.tuners_utils")
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, layers.BaseTunerLayer)
-    ]
-    for name, module in found:
+    for module in _adapted(model).values():
         module.merge(safe_merge=True)  # raises for a value that is not finite
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, module.get_base_layer())
+    take_out_adapters(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
+
+
+def take_out_adapters(model: nn.Module) -> None:
+    """Leave `model` with the layers under its adapters, if it has any."""
+    for name, module in _adapted(model).items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module.get_base_layer())
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """Layers with adapters, by name."""
+    if importlib.util.find_spec("peft") is None:
+        return {}
+    layers: Any = importlib.import_module("peft.tuners.tuners_utils")
+    named = model.named_modules()
+    return {name: one for name, one in named if isinstance(one, layers.BaseTunerLayer)}
 
 
 def save_adapter(model: PackedModel, config: TrainConfig, folder: Path) -> None:
