@@ -36,7 +36,9 @@ def whole_scan_rows(
     if context is None:
         return columns, steps, shape
     if context.kind != "ulysses":
-        raise ValueError(f"rows cut in {context.kind} cannot be scanned in their order; use ulysses")
+        raise ValueError(
+            f"rows cut in {context.kind} cannot be scanned in their order; use ulysses"
+        )
     if problem := ranks_problem(shape, context.size):
         raise ValueError(problem)
     parts = [
