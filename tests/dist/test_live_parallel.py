@@ -114,7 +114,6 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen3_next", DELTA, CONTEXT, STEP | {"graph.optimizer": True}),
         ("qwen3_next", DELTA, Layout(dp=1, cp=2, tp=2), {"hf.random": True}),
         ("qwen3_next", DELTA, Layout(dp=2, cp=2, ep=2), {}),
-        ("qwen3_next", DELTA, Layout(dp=1, cp=4), {"parallel.dynamic_cp": True}),
         ("olmo_hybrid", {}, Layout(dp=2, cp=2), SHARDS),
         ("kimi_linear", {}, Layout(dp=1, cp=4), {}),
         ("qwen3_5_text", {}, CONTEXT, {}),
