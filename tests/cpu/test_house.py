@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 484,
     "commands": 231,
     "cli": 121,
-    "tests": 45239,
+    "tests": 45240,
     "benchmarks": 5399,
 }
 SLACK = 40  # statements that a budget may lie above what there is

@@ -133,7 +133,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 def test_graphs_equal_eager_and_layouts_equal_one_process(stored, kind, changes, layout, values):
     path = stored(kind, **changes)
     world = layout.dp * layout.pp * layout.cp * layout.tp
-    found = run_ranks(compared, world, path, layout, values, layout=layout)[0]
+    given = path, layout, values
+    found = run_ranks(compared, world, *given, layout=layout, seconds=400.0)[0]
     assert found.good and not found.found() and not found.silent_ranks()
     assert found.one_process.steps == 5
     for kind, distance in found.one_process.distances.items():
