@@ -92,6 +92,8 @@ def packs() -> Iterator[PackedBatch]:
 
 STEP = {"graph.granularity": "step"}
 SHARDS = {"parallel.shard": "parameters"}
+DELTA_LAYERS = [*["linear_attention"] * 3, "full_attention"]
+DELTA = {"layer_types": DELTA_LAYERS}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
@@ -106,6 +108,15 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
         ("qwen3", {}, CONTEXT, {"parallel.cp_kind": "zigzag"}),
         ("qwen2", WINDOWS, CONTEXT, {}),
         ("gpt_oss", WINDOWS, CONTEXT, {}),
+        ("falcon_h1", {}, CONTEXT, {}),
+        ("nemotron_h", {}, Layout(dp=1, cp=2, pp=2), {}),
+        ("qwen3_next", DELTA, CONTEXT, {"graph.granularity": "chunk"}),
+        ("qwen3_next", DELTA, CONTEXT, STEP | {"graph.optimizer": True}),
+        ("qwen3_next", DELTA, Layout(dp=1, cp=2, tp=2), {"hf.random": True}),
+        ("qwen3_next", DELTA, Layout(dp=2, cp=2, ep=2), {}),
+        ("olmo_hybrid", {}, Layout(dp=2, cp=2), SHARDS),
+        ("kimi_linear", {}, Layout(dp=1, cp=4), {}),
+        ("qwen3_5_text", {}, CONTEXT, {}),
         ("qwen3", {}, CONTEXT, {"lora.rank": 4}),
         ("qwen3", {}, PIPELINE, {"run.recompute": "full"}),
         ("qwen3_moe", {}, EXPERTS, {"parallel.expert_room": 1.0}),
@@ -122,7 +133,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 def test_graphs_equal_eager_and_layouts_equal_one_process(stored, kind, changes, layout, values):
     path = stored(kind, **changes)
     world = layout.dp * layout.pp * layout.cp * layout.tp
-    found = run_ranks(compared, world, path, layout, values, layout=layout)[0]
+    given = path, layout, values
+    found = run_ranks(compared, world, *given, layout=layout, seconds=400.0)[0]
     assert found.good and not found.found() and not found.silent_ranks()
     assert found.one_process.steps == 5
     for kind, distance in found.one_process.distances.items():
@@ -160,12 +172,17 @@ def test_stages_one_after_the_other_are_the_whole(kind: str) -> None:
 
 
 def test_what_cannot_be_spread_is_named(stored: Any) -> None:
-    def problems(kind: str, layout: Layout, **values: Any) -> str:
-        given = {f"parallel.{name}": value for name, value in values.items()}
-        changes = WINDOWS if kind == "qwen2" else {}
+    def problems(kind: str, layout: Layout, cp_kind: str = "", **changes: Any) -> str:
+        given = {"parallel.cp_kind": cp_kind} if cp_kind else {}
+        changes |= WINDOWS if kind == "qwen2" else {}
         return "; ".join(live_problems(config(stored(kind, **changes), layout, given)))
 
-    assert "FalconH1Mixer scan in their order" in problems("falcon_h1", CONTEXT)
+    scanned = problems("falcon_h1", CONTEXT, cp_kind="auto")
+    assert "must be ulysses for mixers with a state, which scan rows in their order" in scanned
+    odd = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "layer_types": DELTA_LAYERS}
+    told = problems("qwen3_next", CONTEXT, **odd)
+    assert "cp = 2: Qwen3NextGatedDeltaNet: 3 heads in 3 groups cannot be shared by 2" in told
+    assert not problems("falcon_h1", CONTEXT)
     assert "must be ulysses" in problems("qwen2", CONTEXT, cp_kind="zigzag")
     assert not problems("qwen2", CONTEXT)
     with pytest.raises(ConfigError, match="reads none"):

@@ -364,8 +364,8 @@ def axes(family: str) -> str:
     found = ["pp"] + ["tp"] * (not split.tensor_problems(live, 2))
     shared = importlib.import_module("packgraph.integrations.transformers.experts")
     found += ["ep"] * (not shared.expert_split_problems(live.causal, 2))
-    by = "cp (ulysses)" if live.has_score_options else "cp"
-    return ", ".join(found + [by] * (not live.scans))
+    by = "cp (ulysses)" if live.only_by_heads else "cp"
+    return ", ".join(found + [by] * (not live.scan_problems(2)))
 
 
 def family_table() -> str:

@@ -10,7 +10,8 @@ had before; for `eager` that is a function of the model's own file. Masks are ne
 batches: their layers get None. A mixer of transformers has no interface to register with, so
 `forward` of each such module is set to one that takes calls with a packed batch, and hands all
 others to its class. States and convolutions never cross from one document to the next; where
-documents begin is read on the device.
+documents begin is read on the device. Ranks that share a row exchange it for heads before a
+convolution (mamba/heads.py).
 
 What runs in a layer is decided by its configs, classes and attributes, which anybody may change at
 any time. So nothing is concluded from them: an implementation that was not ours leaves no entry.
@@ -31,9 +32,11 @@ from torch import Tensor, nn
 from packgraph.integrations.transformers.experts import experts_of, give_dispatchers, run_experts
 from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
+from packgraph.mamba.heads import own_channels, own_heads, whole_heads, whole_scan_rows
+from packgraph.mamba.shape import ScanShape
 from packgraph.mamba.ssd import ssd
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
-from packgraph.ops.attention.context import ContextGroup
+from packgraph.ops.attention.context import ContextGroup, own_heads_back
 from packgraph.ops.attention.metadata import ScoreOptions
 from packgraph.ops.attention.zigzag import ZigzagTables
 from packgraph.packing.batch import PackedBatch
@@ -95,25 +98,47 @@ def refuse_other_ways(layer: Any, call: LayerCall) -> None:
         )
 
 
-def run_mamba(mixer: Any, x: Tensor, batch: PackedBatch) -> Tensor:
-    """A Mamba-2 mixer: [T, H] -> [T, H]. Families differ in factors on the input and in whether a
-    norm precedes the last projection."""
+def scan_shape(mixer: Any) -> ScanShape:
+    """Shape of what a mixer with a state scans."""
+    if hasattr(mixer, "ssm_state_size"):
+        return ScanShape(mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
+    heads, size = getattr(mixer, "num_heads", 0), getattr(mixer, "head_dim", 0)
+    values, keys = (getattr(mixer, f"num_{part}_heads", heads) for part in "vk")
+    value_dim, key_dim = (getattr(mixer, f"head_{part}_dim", size) for part in "vk")
+    return ScanShape(values, value_dim, keys, key_dim, heads_last=True)
+
+
+def _convolved(
+    mixer: Any, columns: Tensor, steps: Tensor, ids: Tensor, context: ContextGroup | None
+) -> tuple[list[Tensor], Tensor]:
+    """All rows of this rank's heads after the convolution: the parts of columns [T, n, D], in their
+    order, and steps [T, heads]. columns, steps: this rank's rows, of all heads."""
+    shape, weight, bias = scan_shape(mixer), mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
+    columns, steps, own = whole_scan_rows(columns, steps, shape, context)
+    weight = own_channels(weight, shape, context)
+    bias = None if bias is None else own_channels(bias, shape, context)
+    mixed = packed_causal_conv(columns.to(weight.dtype), weight, bias, ids)
+    cut = zip(mixed.split(own.columns, dim=-1), own.parts, strict=True)
+    return [part.unflatten(-1, sizes) for part, sizes in cut], steps
+
+
+def run_mamba(mixer: Any, x: Tensor, batch: PackedBatch, context: ContextGroup | None) -> Tensor:
+    """A Mamba-2 mixer: [T, H] -> [T, H], this rank's rows. Families differ in factors on the input
+    and in whether a norm precedes the last projection."""
     ids = live_document_ids(batch)
     projected = mixer.in_proj(x * getattr(mixer, "ssm_in_multiplier", 1.0))
     if hasattr(mixer, "mup_vector"):
         projected = projected * mixer.mup_vector.flatten()
-    inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
-    gate, columns, steps = projected.split((inner, mixer.conv_dim, mixer.num_heads), dim=-1)
-    weight = mixer.conv1d.weight.squeeze(1)
-    mixed = packed_causal_conv(columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
-    heads, b, c = mixed.split((inner, state, state), dim=-1)
-    b, c = (part.unflatten(-1, (mixer.n_groups, mixer.ssm_state_size)) for part in (b, c))
+    widths = mixer.intermediate_size, mixer.conv_dim, mixer.num_heads
+    gate, columns, steps = projected.split(widths, dim=-1)
+    (heads, b, c), steps = _convolved(mixer, columns, steps, ids, context)
+    bias, a_log, d = (
+        own_heads(value, context).float() for value in (mixer.dt_bias, mixer.A_log, mixer.D)
+    )
     least, most = mixer.time_step_limit
-    dt = F.softplus(steps.float() + mixer.dt_bias.float()).clamp(min=least, max=most)
-    decay = -mixer.A_log.float().exp()
-    heads = heads.unflatten(-1, (mixer.num_heads, mixer.head_dim))
-    y = ssd(heads, dt, decay, b, c, mixer.D.float(), ids, mixer.chunk_size)
-    y = y.flatten(1)
+    dt = F.softplus(steps.float() + bias).clamp(min=least, max=most)
+    y = ssd(heads, dt, -a_log.exp(), b, c, d, ids, mixer.chunk_size)
+    y = own_heads_back(y, context).flatten(1)
     if isinstance(mixer.norm, nn.Identity):
         y = y * F.silu(gate)
     else:
@@ -162,23 +187,23 @@ def _decay(mixer: Any, steps: Tensor) -> Tensor:
 
 
 def run_gated_delta(
-    project: Callable[[Any, Tensor], _Delta], mixer: Any, x: Tensor, batch: PackedBatch
+    project: Callable[[Any, Tensor], _Delta],
+    mixer: Any,
+    x: Tensor,
+    batch: PackedBatch,
+    context: ContextGroup | None,
 ) -> Tensor:
-    """A mixer of the gated delta rule: [T, H] -> [T, H]. Families differ in how they project."""
+    """A mixer of the gated delta rule: [T, H] -> [T, H], this rank's rows. Families differ in how
+    they project."""
     ids, made = live_document_ids(batch), project(mixer, x)
-    weight = mixer.conv1d.weight.squeeze(1)
-    mixed = packed_causal_conv(made.columns.to(weight.dtype), weight, mixer.conv1d.bias, ids)
-    heads, size = made.beta.shape[-1], getattr(mixer, "head_k_dim", getattr(mixer, "head_dim", 0))
-    value_dim = made.gate.flatten(1).shape[1]
-    key_dim = (mixed.shape[1] - value_dim) // 2
-    q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
-    q, k = (_normalised(part.unflatten(-1, (-1, size)).float()) for part in (q, k))
-    v = v.unflatten(-1, (heads, -1))
-    y = gated_delta(q * size**-0.5, k, v, made.decay, made.beta, ids)
+    (q, k, v), beta = _convolved(mixer, made.columns, made.beta, ids, context)
+    q, k = (_normalised(part.float()) for part in (q, k))
+    decay = whole_heads(made.decay, context)
+    y = own_heads_back(gated_delta(q * q.shape[-1] ** -0.5, k, v, decay, beta, ids), context)
     norm, out = (
         (mixer.norm, mixer.out_proj) if hasattr(mixer, "norm") else (mixer.o_norm, mixer.o_proj)
     )
-    y = norm(y.flatten(0, 1), made.gate.reshape(-1, v.shape[-1]))
+    y = norm(y.flatten(0, 1), made.gate.reshape(-1, y.shape[-1]))
     return out(y.view(x.shape[0], -1))
 
 
@@ -187,7 +212,9 @@ def _normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]], ...] = (
+# (mixer, rows [T, H], batch, context) -> [T, H]
+Runner = Callable[[Any, Tensor, PackedBatch, ContextGroup | None], Tensor]
+MIXERS: tuple[tuple[frozenset[str], Runner], ...] = (
     (frozenset({"in_proj", "conv1d", "A_log", "D", "dt_bias", "ssm_state_size"}), run_mamba),
     (
         frozenset({"in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias"}),
@@ -215,7 +242,7 @@ AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.", "torch.
 OLD_TRACER = torch.__version__ < "2.12"  # which takes `__module__` of a method for another
 
 
-def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
+def runner_of(module: nn.Module) -> Runner | None:
     """Returns the function that runs a mixer with a state over packed documents, else None."""
     for names, run in MIXERS:
         if all(hasattr(module, name) for name in names):
@@ -260,13 +287,8 @@ def forward(
         return found
     run = runner_of(self)
     assert run is not None
-    if packed_batch.context is not None:
-        raise ValueError(
-            f"{type(self).__name__} scans rows in their order, which are spread over ranks here; "
-            "use tensor, pipeline or data parallelism"
-        )
     packed_batch.ran.append(type(self).__name__)
-    return run(self, hidden_states[0], packed_batch.batch)[None]
+    return run(self, hidden_states[0], packed_batch.batch, packed_batch.context)[None]
 
 
 PREFIX = "packgraph"

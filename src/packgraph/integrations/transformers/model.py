@@ -39,10 +39,12 @@ from packgraph.integrations.transformers.mixers import (
     refuse_other_experts,
     refuse_other_ways,
     runner_of,
+    scan_shape,
     use_ours,
 )
 from packgraph.integrations.transformers.proof import kind_of
 from packgraph.integrations.transformers.proof import prove as prove_packed
+from packgraph.mamba.shape import ranks_problem
 from packgraph.models.rows import SharedRows, own_part
 from packgraph.offloading.marks import offload_block
 from packgraph.ops.attention.context import ContextGroup
@@ -449,17 +451,23 @@ class PackedModel(SharedRows, nn.Module):
             return [window] * layers
         return [window if kinds[n] == "sliding_attention" else None for n in range(layers)]
 
-    @property
-    def scans(self) -> list[str]:
-        """Classes of its mixers with a state, which read rows in their order."""
-        return sorted({type(module).__name__ for module in filter(runner_of, self.modules())})
+    def scan_problems(self, ranks: int) -> list[str]:
+        """Returns why so many ranks cannot share the heads of its mixers with a state."""
+        mixers = [*filter(runner_of, self.modules())]
+        told = [(type(one).__name__, ranks_problem(scan_shape(one), ranks)) for one in mixers]
+        return list(dict.fromkeys(f"{name}: {problem}" for name, problem in told if problem))
 
     @property
-    def has_score_options(self) -> bool:
-        """Whether its attention has windows, soft caps or sinks."""
+    def only_by_heads(self) -> list[str]:
+        """Returns what of it ranks that share rows can share by heads alone."""
         capped = getattr(self.config, "attn_logit_softcapping", None)
         sinks = any(name.endswith("sinks") for name, _ in self.named_parameters())
-        return bool(any(self.windows) or capped or sinks)
+        scans = any(map(runner_of, self.modules()))
+        found = {
+            "attention with windows, soft caps or sinks": any(self.windows) or capped or sinks,
+            "mixers with a state, which scan rows in their order": scans,
+        }
+        return [what for what, there in found.items() if there]
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Tables of positions by type of layer; one without a name where all have the same."""

@@ -87,19 +87,9 @@ class MambaMixer(nn.Module):
         [T, H]."""
         with self.offload("mamba_scan", leave=document_ids):
             gate, columns, steps = self.in_proj(x).split(self.columns, dim=-1)
-            if context is None:
-                y = self._scan(columns, steps, document_ids, self.shape, lambda p: p, lambda p: p)
-            else:
-                columns, steps, shape = whole_scan_rows(columns, steps, self.shape, context)
-                y = self._scan(
-                    columns,
-                    steps,
-                    document_ids,
-                    shape,
-                    lambda p: own_channels(p, self.shape, context),
-                    lambda p: own_heads(p, context),
-                )
-                y = own_heads_back(y, context)
+            columns, steps, shape = whole_scan_rows(columns, steps, self.shape, context)
+            y = self._scan(columns, steps, document_ids, shape, context)
+            y = own_heads_back(y, context)
             return self.out_proj(self.norm(y.flatten(1), gate))
 
     def _scan(
@@ -108,31 +98,29 @@ class MambaMixer(nn.Module):
         steps: Tensor,
         document_ids: Tensor,
         shape: ScanShape,
-        channels_of: Callable[[Tensor], Tensor],
-        heads_of: Callable[[Tensor], Tensor],
+        context: ContextGroup | None,
     ) -> Tensor:
         """Convolution and state space: [T, heads, head_dim], of whole documents.
 
-        columns: [T, channels]; steps: [T, heads], of the heads in `shape`. channels_of, heads_of:
-        parts of parameters.
+        columns: [T, channels]; steps: [T, heads], of the heads in `shape`, this rank's.
         """
-        bias = None if self.conv1d.bias is None else channels_of(self.conv1d.bias)
-        mixed = packed_causal_conv(
-            columns, channels_of(self.conv1d.weight.squeeze(1)), bias, document_ids
-        )
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight = own_channels(weight, self.shape, context)
+        bias = None if bias is None else own_channels(bias, self.shape, context)
+        mixed = packed_causal_conv(columns, weight, bias, document_ids)
         into = shape.groups * shape.state
         heads, b, c = mixed.split((shape.heads * shape.head_dim, into, into), dim=-1)
-        dt = F.softplus(steps.to(self.dt_bias.dtype) + heads_of(self.dt_bias))
+        dt = F.softplus(steps.to(self.dt_bias.dtype) + own_heads(self.dt_bias, context))
         if self.smallest_step:
             dt = dt.clamp(min=self.smallest_step)
         b, c = (part.unflatten(-1, (shape.groups, shape.state)) for part in (b, c))
         return ssd(
             heads.unflatten(-1, (shape.heads, shape.head_dim)),
             dt,
-            -heads_of(self.A_log).exp(),
+            -own_heads(self.A_log, context).exp(),
             b,
             c,
-            heads_of(self.D),
+            own_heads(self.D, context),
             document_ids,
             self.chunk,
         )

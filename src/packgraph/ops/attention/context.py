@@ -92,9 +92,11 @@ def whole_rows(
     return q, k, v
 
 
-def own_heads_back(out: Tensor, context: ContextGroup) -> Tensor:
+def own_heads_back(out: Tensor, context: ContextGroup | None) -> Tensor:
     """The way back: out [T, H / size, D], all rows of this rank's heads -> this rank's rows of all
-    heads [T / size, H, D]."""
+    heads [T / size, H, D]; out itself without a context."""
+    if context is None:
+        return out
     size = context.size
     parts = swap_parts(out.flatten(1).unflatten(0, (size, -1)), context.name)
     return parts.transpose(0, 1).flatten(1).unflatten(1, (size * out.shape[1], -1))

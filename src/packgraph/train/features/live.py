@@ -62,9 +62,9 @@ class LiveShape:
     """Facts of a model before it has memory. token_weights: elements of the matrices that a token
     passes; None where it passes some of many experts. linear: last names of its linear layers but
     the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
-    in float8. scans: classes of mixers with a state. scores: its attention has windows or the like.
-    split, share: reasons why so many ranks cannot split matrices (and rows between them), or share
-    experts. experts: elements of those.
+    in float8. by_heads: what ranks that share rows can share by heads alone. scan, split, share:
+    reasons why so many ranks cannot share heads of mixers with a state, split matrices (and rows
+    between them), or share experts. experts: elements of those.
     """
 
     sizes: dict[str, Any]
@@ -73,8 +73,8 @@ class LiveShape:
     token_weights: int | None
     linear: frozenset[str]
     in_float8: Callable[[str, int], list[str]]
-    scans: list[str]
-    scores: bool
+    by_heads: list[str]
+    scan: Callable[[int], list[str]]
     split: Callable[[int, bool], list[str]]
     share: Callable[[int], list[str]]
     experts: int
@@ -176,7 +176,7 @@ def live_shape(path: str) -> LiveShape:
     split = functools.partial(tensor_problems, wrapped)
     share = functools.partial(expert_split_problems, model)
     experts = sum(p.numel() for one in experts_of(model) for p in one.parameters())
-    spread = wrapped.scans, wrapped.has_score_options, split, share, experts
+    spread = wrapped.only_by_heads, wrapped.scan_problems, split, share, experts
     facts = elements, passed, frozenset(linear), in_float8, *spread
     return LiveShape(sizes, stages, *facts)
 
@@ -200,7 +200,7 @@ def live_layer(path: str) -> ConfigLayer:
     there is one or not: bytes must be asked for. Raises ConfigError."""
     shape = live_shape(path)
     by_rows = shape.split(1, True) == shape.split(1, False)  # what it can, as models of packgraph
-    parallel = {"sequence": by_rows} | ({"cp_kind": "ulysses"} if shape.scores else {})
+    parallel = {"sequence": by_rows} | ({"cp_kind": "ulysses"} if shape.by_heads else {})
     values = {"model": shape.sizes, "data": {"tokenizer": path}, "parallel": parallel}
     return ConfigLayer(f"hf:{path}", values)
 
@@ -212,7 +212,7 @@ def live_problems(config: TrainConfig) -> list[str]:
     parallel, shape = config.parallel, live_shape(config.hf.path)
     sizes = shape.sizes
     here = {field: getattr(config.model, field) for field in sizes}
-    scans = ", ".join(shape.scans)
+    by_heads = " and for ".join(shape.by_heads)
     found = [
         f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
         "that of its config.json"
@@ -222,6 +222,8 @@ def live_problems(config: TrainConfig) -> list[str]:
     if parallel.tp > 1:
         problems = shape.split(parallel.tp, parallel.sequence)
         found += [f"parallel.tp = {parallel.tp}: {problem}" for problem in problems]
+    if parallel.cp > 1:
+        found += [f"parallel.cp = {parallel.cp}: {problem}" for problem in shape.scan(parallel.cp)]
     if parallel.ep > 1:
         found += [f"parallel.ep = {parallel.ep}: {problem}" for problem in shape.share(parallel.ep)]
     return found + true_of(
@@ -236,10 +238,8 @@ def live_problems(config: TrainConfig) -> list[str]:
             "parallel.expert_stash is for models of packgraph, not for hf:PATH": bool(
                 parallel.expert_stash
             ),
-            f"parallel.cp = {parallel.cp} spreads rows over ranks, which {scans} scan in their "
-            "order; use pipeline or data parallelism": parallel.cp > 1 and bool(scans),
-            "parallel.cp_kind must be ulysses for attention with windows, soft caps or sinks": (
-                parallel.cp > 1 and shape.scores and parallel.cp_kind != "ulysses"
+            f"parallel.cp_kind must be ulysses for {by_heads}": (
+                parallel.cp > 1 and bool(by_heads) and parallel.cp_kind != "ulysses"
             ),
             "offload.modules are those of models of packgraph, not of hf:PATH": bool(
                 config.offload.modules
