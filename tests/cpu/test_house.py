@@ -504,7 +504,7 @@ STATEMENTS = {
     "packing": 1054,
     "graphs": 7426,
     "ops": 2059,
-    "mamba": 1278,
+    "mamba": 1277,
     "moe": 1579,
     "offloading": 1324,
     "parallel": 3296,

@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 # bfloat16: q, k, v, what rows write and states are rounded
 LIMITS = {BF16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}
 # (key heads, heads, columns of keys, of values): few, since kernels are compiled for each
-SHAPES = [(2, 2, 64, 64), (1, 2, 32, 16), (2, 4, 128, 128), (1, 1, 20, 40)]
+SHAPES = [(2, 2, 64, 64), (1, 2, 32, 16), (2, 4, 128, 128), (1, 1, 48, 80)]
 PACKS = [[500], [3, 130, 1, 255, 64], [], [512], [128, 128, 256], [100, 28, 300]]
 
 
@@ -52,7 +52,9 @@ def assert_near(found, wanted, dtype):
 
 
 def test_kernels_are_chosen():
-    found = [bool(delta_problems(torch.device("cuda"), BF16, 128, 64, dims)) for dims in (2, 3)]
+    found = [
+        bool(delta_problems(torch.device("cuda"), BF16, (128, 128), 64, dims)) for dims in (2, 3)
+    ]
     assert found == [False, True]
 
 
@@ -85,6 +87,8 @@ def test_kernels_equal_single_operations(shape):
         ((2, 2, 64, 64), 16, torch.float16),
         ((1, 1, 256, 256), 64, torch.float32),
         ((1, 1, 64, 32), 16, torch.float32),
+        ((2, 4, 8, 6), 64, BF16),  # by single operations: kernels read outside
+        ((1, 1, 20, 40), 64, BF16),
     ],
     ids=str,
 )

@@ -62,8 +62,7 @@ def gated_delta(
     Where kernels do it q and k are rounded to the dtype of v.
     """
     _check(q, k, v, g, beta, document_ids)
-    size = max(k.shape[2], v.shape[2])
-    if delta_problems(v.device, v.dtype, size, chunk, g.dim()):
+    if delta_problems(v.device, v.dtype, (k.shape[2], v.shape[2]), chunk, g.dim()):
         return chunked_gated_delta(q, k, v, g, beta, document_ids, chunk)
     if k.shape[2] > MOST_KEYS:  # more is wrong on Hopper with Triton 3.6
         chunk = min(chunk, 32)
@@ -71,12 +70,16 @@ def gated_delta(
 
 
 def delta_problems(
-    device: torch.device, dtype: torch.dtype, size: int, chunk: int, dims: int
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], chunk: int, dims: int
 ) -> list[str]:
-    """Returns reasons why the kernels cannot compute the rule; empty if they can. size: the larger
-    one of keys and values. dims: of the decays."""
+    """Returns reasons why the kernels cannot compute the rule; empty if they can. sizes: columns of
+    keys and of values. dims: of the decays."""
     others = {
-        f"heads of {size} columns are too large for the kernels": size > MOST_SIZE,
+        f"the kernels take heads of 16, 32, 48 ... {MOST_SIZE} columns, not {size}": (
+            size % 16 > 0 or size > MOST_SIZE
+        )
+        for size in sizes
+    } | {
         f"the kernels take chunks of {', '.join(map(str, CHUNKS))} rows, not {chunk}": chunk
         not in CHUNKS,
         "the kernels take one decay a head, not one of every channel": dims != 2,

@@ -132,16 +132,18 @@ def test_every_chunk_ends_one_chain(lengths):
 @outside
 def test_what_kernels_do_not_take_is_named():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert delta_problems(cuda, torch.bfloat16, 256, 64, 2) == []
-    (problem,) = delta_problems(cuda, torch.bfloat16, 128, 64, 3)
+    assert delta_problems(cuda, torch.bfloat16, (48, 256), 64, 2) == []
+    (problem,) = delta_problems(cuda, torch.bfloat16, (128, 128), 64, 3)
     assert "one decay a head" in problem
-    for device, dtype, size, chunk in [
-        (cpu, torch.float32, 16, 64),
-        (cuda, torch.float64, 16, 64),
-        (cuda, torch.float32, 257, 64),
-        (cuda, torch.float32, 16, 7),
+    for device, dtype, sizes, chunk in [
+        (cpu, torch.float32, (16, 16), 64),
+        (cuda, torch.float64, (16, 16), 64),
+        (cuda, torch.float32, (16, 272), 64),
+        (cuda, torch.bfloat16, (20, 32), 64),
+        (cuda, torch.bfloat16, (32, 6), 64),
+        (cuda, torch.float32, (16, 16), 7),
     ]:
-        assert len(delta_problems(device, dtype, size, chunk, 2)) == 1
+        assert len(delta_problems(device, dtype, sizes, chunk, 2)) == 1
 
 
 @outside
