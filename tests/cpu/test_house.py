@@ -516,7 +516,7 @@ STATEMENTS = {
     "bench": 486,
     "commands": 238,
     "cli": 121,
-    "tests": 45843,
+    "tests": 45846,
     "benchmarks": 5398,
 }
 SLACK = 40  # statements that a budget may lie above what there is
