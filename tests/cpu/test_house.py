@@ -505,7 +505,7 @@ STATEMENTS = {
     "graphs": 7426,
     "ops": 2059,
     "mamba": 1277,
-    "moe": 1579,
+    "moe": 1591,
     "offloading": 1324,
     "parallel": 3296,
     "models": 1783,

@@ -13,7 +13,7 @@ and one its backward, between which only scores and experts are kept.
 """  # noqa: E501
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,27 @@ TAKEN = tl.constexpr(-(2**31))  # below every number that a score has
 LEFT_OUT = tl.constexpr(-(2**31) + 0x7FFFFF)  # minus infinity's
 
 
-RouterSettings = Any
-"""Object with the fields of a layer that `route` needs: per_token, score, normalise, scaling,
-groups and groups_kept; they mean what they mean in `ExpertConfig`, which has them all."""
+class RouterSettings(Protocol):
+    """Fields of a layer that `route` needs; they mean what they mean in `ExpertConfig`, which has
+    them all."""
+
+    @property
+    def per_token(self) -> int: ...
+
+    @property
+    def score(self) -> Literal["softmax", "sigmoid"]: ...
+
+    @property
+    def normalise(self) -> bool: ...
+
+    @property
+    def scaling(self) -> float: ...
+
+    @property
+    def groups(self) -> int: ...
+
+    @property
+    def groups_kept(self) -> int: ...
 
 
 class Scored(NamedTuple):

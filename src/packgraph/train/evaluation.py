@@ -165,7 +165,7 @@ class Evaluation:
 
     @property
     def _unit(self) -> str:
-        """What losses are means over."""
+        """Unit that losses are means over."""
         return "pairs" if self._pairs else "tokens"
 
     def state(self) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class StepFeed:
 
     Attributes:
         stop: Ends what waits for a step, None = nothing does.
-        count: What losses of a step, of all ranks, are divided by.
+        count: Divisor of the losses of a step, from the packs of all ranks.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def run_eval(asked: EvalArguments) -> int:
         found = importlib.import_module("lm_eval").simple_evaluate(
             model="hf",
             model_args={"pretrained": str(weights), "dtype": "auto"},
-            tasks=list(asked.tasks),
+            tasks=manager.match_tasks(list(asked.tasks)),
             task_manager=manager,
             num_fewshot=asked.shots,
             limit=asked.limit,

@@ -459,7 +459,7 @@ class PackedModel(SharedRows, nn.Module):
 
     @property
     def only_by_heads(self) -> list[str]:
-        """Returns what of it ranks that share rows can share by heads alone."""
+        """Features of the model, in words, for which ranks share rows by heads alone."""
         capped = getattr(self.config, "attn_logit_softcapping", None)
         sinks = any(name.endswith("sinks") for name, _ in self.named_parameters())
         scans = any(map(runner_of, self.modules()))

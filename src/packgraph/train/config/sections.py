@@ -820,7 +820,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is made small: token losses, or a loss of pairs of answers (preferences).
+    """The loss that is minimised: of tokens, or of pairs of answers (preferences).
 
     name: tokens = cross-entropy of the tokens; of pairs, rows with `chosen` and `rejected`: dpo =
         against the weights that the run starts from (arXiv:2305.18290), simpo = by means over an
